@@ -17,7 +17,6 @@ are then draws from q without replacement (Kool et al. 2019).
 from __future__ import annotations
 
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Literal
 
 import numpy as np
@@ -28,6 +27,7 @@ from spectrain.decoding import Context, Drafter, DraftTree, KVCache, Source, Tar
 from spectrain.decoding.transfer import to_device
 from spectrain.decoding.tree import ROOT_PARENT
 from spectrain.methods.budget import AUTO
+from spectrain.methods.folders import method_of_kind
 from spectrain.methods.lookup import LookupDrafter
 from spectrain.methods.model_candidates import (
     ALONE,
@@ -48,10 +48,7 @@ from spectrain.methods.model_candidates import (
 )
 from spectrain.methods.options import Dtype, Nodes, Whole
 from spectrain.methods.ranking import KINDS, PARENTS, SOURCES, TOKENS
-from spectrain.methods.speculative import Speculative, load_draft_model
-from spectrain.methods.spire import Spire
 from spectrain.methods.sssd import Sssd, SssdOptions
-from spectrain.models.artifacts import load_spire
 from spectrain.retrieval.datastore import open_datastore
 
 BRANCHES, LEVELS = 4, 5
@@ -65,25 +62,18 @@ def build(
     lookup: Literal["sssd"] | None = None,
     datastore: str | None = None,
     branches: Whole = BRANCHES,
-    levels: Whole | None = None,
+    levels: Whole = LEVELS,
     draft_dtype: Dtype = "auto",
     draft_vocab: Whole | Literal["auto"] | None = AUTO,
     max_nodes: Nodes = 60,  # EAGLE-2
 ) -> TreeDrafter:
     """Build trees over a trained drafter; conf/method/spire_tree.yaml explains the options."""
-    if tree == "spire":
-        loaded = load_spire(Path(drafter), target)
-        levels = min(LEVELS, loaded.config.window_tokens) if levels is None else levels
-        n_read = 1 + branches * (levels - 1)  # the root, and the branches of each level but the last
-        model = Spire(loaded, levels, draft_dtype=draft_dtype, draft_vocab=draft_vocab, tree_nodes=n_read)
-    else:
-        levels = LEVELS if levels is None else levels
-        model = Speculative(load_draft_model(target, drafter, draft_dtype), levels, draft_dtype=draft_dtype)
+    model = method_of_kind(tree).for_trees(target, drafter, levels, branches, draft_dtype, draft_vocab)
     found = None
     if lookup is not None:
         store = None if datastore is None else open_datastore(datastore, target)
         found = Sssd(store, SssdOptions(datastore_source=store is not None))
-    return TreeDrafter(model, max_nodes, branches, levels, found)
+    return TreeDrafter(model, max_nodes, branches, model.gamma, found)
 
 
 class TreeDrafter(LookupDrafter):

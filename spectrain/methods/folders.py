@@ -10,7 +10,9 @@ from __future__ import annotations
 import inspect
 import logging
 from collections.abc import Iterable, Mapping, Sequence
+from importlib import import_module
 from pathlib import Path
+from types import ModuleType
 
 from spectrain.decoding import Drafter, TargetModel, fingerprint, tokenizer_fingerprint
 from spectrain.errors import UserError
@@ -94,6 +96,18 @@ def chosen_folder(option: str, kind: str, own: str | None, given: str | None, ta
             raise
         log.info("%s", error)
         return None
+
+
+def method_of_kind(kind: str) -> ModuleType:
+    """The module of the method that drafts with a kind of drafter.
+
+    It opens the states that acceptance heads read (`open_states`, `of_states`), and the models of trees (`for_trees`).
+    """
+    method = about(kind).method
+    module = import_module(f"spectrain.methods.{method}") if method else None
+    if not hasattr(module, "open_states"):
+        raise UserError(f"a {kind} has no hidden state to stop by; give a vanilla or a spire drafter")
+    return module
 
 
 def find_artifact(kind: str, target: TargetModel) -> str:

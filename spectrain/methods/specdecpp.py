@@ -9,9 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import partial
-from importlib import import_module
 from pathlib import Path
-from types import ModuleType
 from typing import Literal
 
 import torch
@@ -20,13 +18,12 @@ from spectrain.decoding import Drafter, TargetModel, fingerprint
 from spectrain.decoding.weights import Int8Linear, RowsLinear, draft_dtype_of, on_cpu
 from spectrain.errors import UserError
 from spectrain.methods.draft_chain import candidates_within
-from spectrain.methods.folders import find_artifact
+from spectrain.methods.folders import find_artifact, method_of_kind
 from spectrain.methods.options import Dtype, Nodes, Share, Whole
 from spectrain.methods.stopping import HeadStop, StopRule
 from spectrain.models.artifacts import check_weights
 from spectrain.models.draft_states import DraftStates
 from spectrain.models.head import AcceptanceHead, DrafterFacts, HeadFacts, load_head, own_drafter, read_head_facts
-from spectrain.models.kinds import about
 
 
 @dataclass(frozen=True)
@@ -39,7 +36,7 @@ class OpenDrafter:
 
     def with_stop(self, gamma: int, stop: StopRule | None) -> Drafter:
         """Return the decoding method: chains of at most gamma tokens, ended by the rule."""
-        return _decoding(self.facts.kind).of_states(self.states, gamma, stop, self.draft_dtype)
+        return method_of_kind(self.facts.kind).of_states(self.states, gamma, stop, self.draft_dtype)
 
     def open_head(self, folder: Path, facts: HeadFacts) -> AcceptanceHead:
         """Load a head for decoding with this drafter, where the drafter stands; see `load_head`.
@@ -54,15 +51,6 @@ class OpenDrafter:
         return head.to(device).eval().requires_grad_(False)
 
 
-def _decoding(kind: str) -> ModuleType:
-    """Return the module of the method that decodes with drafters of a kind."""
-    method = about(kind).method
-    module = import_module(f"spectrain.methods.{method}") if method else None
-    if not hasattr(module, "open_states"):
-        raise UserError(f"a {kind} has no hidden state to stop by; give a vanilla or a spire drafter")
-    return module
-
-
 def open_drafter(target: TargetModel, kind: str, folder: str, rollout_tokens: int = 10) -> OpenDrafter:
     """Open a drafter of the target.
 
@@ -72,7 +60,7 @@ def open_drafter(target: TargetModel, kind: str, folder: str, rollout_tokens: in
         folder: its export; of a vanilla drafter, any Hugging Face folder or id.
         rollout_tokens: of a SPIRe drafter's rollouts over a whole text; see `SpireStates`.
     """
-    states: DraftStates = _decoding(kind).open_states(target, folder, rollout_tokens)
+    states: DraftStates = method_of_kind(kind).open_states(target, folder, rollout_tokens)
     return OpenDrafter(DrafterFacts(kind, str(folder), states.fingerprint()), states)
 
 

@@ -56,6 +56,13 @@ def of_states(states: ModelStates, gamma: int, stop: StopRule | None, draft_dtyp
     return Speculative(states.model, gamma, stop=stop, draft_dtype=draft_dtype)
 
 
+def for_trees(
+    target: TargetModel, drafter: str, levels: int, branches: int, draft_dtype: str, draft_vocab: int | str | None
+) -> Speculative:
+    """The model of a `TreeDrafter`. It drafts all of its tokens, whatever draft_vocab says."""
+    return Speculative(load_draft_model(target, drafter, draft_dtype), levels, draft_dtype=draft_dtype)
+
+
 def load_draft_model(target: TargetModel, drafter: str, draft_dtype: str = "float32") -> TargetModel:
     """A Hugging Face folder or id, loaded where the target is, with weights of `draft_dtype` (see `draft_dtype_of`).
 

@@ -69,6 +69,16 @@ def of_states(states: SpireStates, gamma: int, stop: StopRule | None, draft_dtyp
     return Spire(states.drafter, gamma, stop=stop, draft_dtype=draft_dtype)
 
 
+def for_trees(
+    target: TargetModel, drafter: str, levels: int, branches: int, draft_dtype: str, draft_vocab: int | str | None
+) -> Spire:
+    """The model of a `TreeDrafter`. A tree has no more levels than tokens in the window."""
+    loaded = load_spire(Path(drafter), target)
+    levels = min(levels, loaded.config.window_tokens)
+    n_read = 1 + branches * (levels - 1)  # the root, and the branches of each level but the last
+    return Spire(loaded, levels, draft_dtype=draft_dtype, draft_vocab=draft_vocab, tree_nodes=n_read)
+
+
 DRAFTER = "spire"
 LONGER = 2  # times the k of training a chain may have that adapts
 FEW_TOKENS = 8192  # that are drafted on a CPU, where a draft step takes as long as reading its weights does
@@ -146,8 +156,7 @@ class Spire(ChainDrafter):
         self.slots: SlotStore | None = None
         self.graphs: Graphs | None = None  # that run draft steps
         if self.gamma > config.window_tokens:
-            option = "levels" if tree_nodes else "gamma"
-            raise UserError(f"{option}={self.gamma} must be 1..window_tokens={config.window_tokens} of the drafter")
+            raise UserError(f"gamma={self.gamma} must be 1..window_tokens={config.window_tokens} of the drafter")
         self.capture_layers = config.captured_layers
 
     def start(self, target: TargetModel, cache: KVCache) -> None:
