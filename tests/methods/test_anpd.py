@@ -20,11 +20,3 @@ def test_higher_orders_decide_first():
     text = [7, 1, 8, 2, 1, 9, 2, 1, 9, 7, 1]
     assert proposed(AdaptiveNgram(draft_tokens=1), [text]).tokens.tolist() == [[1, 8]]  # behind 7 1, seen once
     assert proposed(AdaptiveNgram(2, draft_tokens=1), [text]).tokens.tolist() == [[1, 9]]  # behind 1, seen twice
-
-
-def test_guesses_end_with_the_room_and_the_budget():
-    text = [[5] * 30]
-    assert proposed(AdaptiveNgram(), text).shape == (1, 11)
-    assert proposed(AdaptiveNgram(max_nodes=6), text).shape == (1, 6)
-    assert proposed(AdaptiveNgram(draft_tokens=3), text).shape == (1, 4)
-    assert proposed(AdaptiveNgram(), text, room=3).shape == (1, 3)

@@ -4,7 +4,6 @@ import pytest
 import torch
 
 from spectrain.decoding import Context, KVCache, Sampling, Source, TargetOutput, Verified, generate
-from spectrain.errors import UserError
 from spectrain.methods.lookahead import Lookahead, LookaheadRow
 from spectrain.methods.lookup import LookupDrafter
 from tests.conftest import VOCAB_SIZE, random_prompts
@@ -113,15 +112,6 @@ def test_max_nodes_counts_root_probes_and_guesses(llama_target, max_nodes):
     drafter.rows[0].pool[10] = {(i, i, i, i): None for i in range(20, 35)}
     n_nodes = walk.step([{}], [[9]]).shape[1]
     assert n_nodes == min(max_nodes, 1 + drafter.probe_shape.n_probes + 60)
-
-
-def test_too_few_nodes_for_one_column_are_refused():
-    with pytest.raises(UserError, match="max_nodes=5 must be at least 6 with ngram_tokens=5; raise max_nodes"):
-        Lookahead(max_nodes=5)
-    with pytest.raises(UserError, match="ngram_tokens=1 must be a whole number of at least 2"):
-        Lookahead(ngram_tokens=1)
-    for n in range(2, 9):  # what the sentence names as the least is enough
-        Lookahead(ngram_tokens=n, max_nodes=max(n, 2 * (n - 2)))
 
 
 def test_a_probe_that_is_right_is_not_accepted(llama_target):

@@ -22,13 +22,6 @@ def rest(store, max_nodes: int = 65, **options) -> Rest:
     return Rest(store, RetrievalOptions(**defaults | options), max_nodes)
 
 
-def test_the_longest_suffix_wins_and_shorter_ones_are_not_added(tmp_path):
-    store = make_store(tmp_path, [[1, 2, 3, 9], [2, 3, 8], [2, 3, 8]], V)
-    assert drafted(rest(store), [1, 2, 3]).tokens == [3, 9]
-    assert drafted(rest(store), [7, 2, 3]).tokens == [3, 8, 9]
-    assert drafted(rest(store), [7, 7, 3]).tokens == [3]  # one token is too short a suffix
-
-
 def test_the_likeliest_nodes_are_kept(tmp_path):
     store = make_store(tmp_path, [[0, 1, 5, 6], [0, 1, 5, 7], [0, 1, 4], [0, 1, 4, 8]], V)
     tree = drafted(rest(store), [0, 1], max_nodes=4)

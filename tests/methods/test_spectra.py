@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import pytest
 
-from spectrain.decoding import Source, TargetModel, generate
-from spectrain.methods import spectra, spectra_retrieval
+from spectrain.decoding import Source, TargetModel
+from spectrain.methods import spectra_retrieval
 from spectrain.methods.spectra_core import CoreOptions, SpectraCore
 from spectrain.retrieval.candidate_tree import CandidateTree
 from spectrain.retrieval.fusion import RetrievalOptions, Retriever
-from tests.conftest import random_prompts, tiny_model
+from tests.conftest import tiny_model
 from tests.retrieval.reference import make_store
 
 V = 200
@@ -58,16 +58,3 @@ def test_the_retriever_reads_more_of_the_text_than_the_core_keeps(tmp_path):
     method.propose_row(row, tree, 0)
     assert 99 in tree.tokens
     assert 77 not in tree.tokens
-
-
-def test_build_makes_both_from_one_list_of_options(tmp_path):
-    make_store(tmp_path, random_prompts([80]), 61)
-    target = TargetModel(tiny_model("llama"))
-    method = spectra.build(target, str(tmp_path), ngram_tokens=3, pool_sequences=4, max_guesses=6, min_suffix=2)
-    assert method.retriever.options.branch_tokens == 3
-    assert method.retriever.options.min_suffix == 2
-    assert method.options.max_guesses == 6
-    alone = spectra_retrieval.build(target, str(tmp_path), max_guesses=2, ngram_tokens=3)
-    (prompt,) = random_prompts([12])
-    texts = [generate(target, drafter, [prompt], 20)[0].tokens for drafter in (method, alone)]
-    assert texts[0] == texts[1]

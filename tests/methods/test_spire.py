@@ -271,26 +271,6 @@ def test_how_many_tokens_are_drafted_where_nobody_says(monkeypatch):
             Spire(one, draft_vocab=n)
 
 
-@pytest.mark.parametrize("first", ["read", "free"])
-def test_the_state_before_a_root_moves_with_its_row(first):
-    target, drafter = make(**INPUTS[4])
-    method, cache, lengths = Spire(drafter), KVCache(max_rows=3), [9, 1, 20]
-    context = ForcedContext(torch.randint(4, VOCAB_SIZE, (3, 30)), lengths)
-    method.start(target, cache)
-    read = method.read_of_prompts(torch.tensor(lengths))
-    output = target.prefill(context.sequences[:, :20], lengths, cache, range(3), read)
-    method.prefill(context, output, range(3))
-    expected = output.logits[:, 0]
-    if first == "read":
-        method.read_roots(context)
-        torch.testing.assert_close(target.logits_of(method.finals), expected, atol=1e-4, rtol=1e-4)
-        method.free(0)
-    else:  # what is read of the prompts later is that of the rows that are left
-        method.free(0)
-        method._catch_up()
-    torch.testing.assert_close(target.logits_of(method.finals[:2]), expected[[2, 1]], atol=1e-4, rtol=1e-4)
-
-
 def assert_same_memories(one: Spire, other: Spire, n_rows: int) -> None:
     """Check that both keep the same of their first rows, without the last slot, which takes what is thrown away."""
     kept = other.slots.positions[:n_rows, :-1]
@@ -344,12 +324,6 @@ def test_where_steps_skipped_the_drafter_it_reads_prompts_before_what_was_writte
             cache.keep(1)
         method._catch_up()
     assert_same_memories(later, at_once, 2)
-
-
-def test_gamma_longer_than_the_window_is_refused():
-    _, drafter = make()
-    with pytest.raises(UserError, match="gamma=9 must be"):
-        Spire(drafter, gamma=9)
 
 
 def test_a_drafter_of_another_target_is_refused():
