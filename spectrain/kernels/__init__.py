@@ -4,6 +4,7 @@
 """
 
 from spectrain.kernels import reference
+from spectrain.kernels.cpu.candidates import first_by_noise, likeliest
 from spectrain.kernels.cpu.judging import GOING, LENGTH, ROOM
 from spectrain.kernels.cpu.products import LEAST_OUTPUTS, multiplies, outruns_torch
 from spectrain.kernels.cpu.program import MOST_TOKENS, Program, Programs
@@ -24,7 +25,9 @@ __all__ = [
     "Programs",
     "accept",
     "draw",
+    "first_by_noise",
     "fits",
+    "likeliest",
     "move",
     "multiplies",
     "outruns_torch",

@@ -83,6 +83,39 @@ def draw_by_noise(probs: Tensor, keys: Tensor) -> Tensor:
     return late.nan_to_num(torch.inf).argmin(-1)
 
 
+def likeliest(logits: Tensor, sharpness: Tensor, count: int) -> tuple[Tensor, Tensor]:
+    """Find the likeliest tokens of softmax(sharpness x logits), in order, and their probabilities.
+
+    Args:
+        logits: [n, m, K].
+        sharpness: [n] float32.
+        count: B.
+
+    Returns:
+        [n, m, B] int64, and [n, m, B] float64.
+    """
+    found = (logits.float() * sharpness[:, None, None]).softmax(-1).topk(count)
+    return found.indices, found.values.double()
+
+
+def first_by_noise(probs: Tensor, keys: Tensor, names: Tensor | None, count: int) -> tuple[Tensor, Tensor]:
+    """Find the tokens with the smallest E / q, in order, and these numbers: draws without replacement.
+
+    Args:
+        probs: [n, m, K] float32, q.
+        keys: [n] int64 of shared noise.
+        names: [K] int64 tokens that q is of; None: 0, 1, ...
+        count: B.
+
+    Returns:
+        [n, m, B] int64, and [n, m, B] float64.
+    """
+    names = torch.arange(probs.shape[-1], device=probs.device) if names is None else names
+    late = exponentials(keys[:, None, None], names) / probs.double()
+    found = late.topk(count, largest=False)
+    return names[found.indices], found.values
+
+
 def move(buffers: list[Tensor], path: Tensor, starts: Tensor) -> None:
     """Move node path[b, j] of each row to place j of buffers [rows, H, S, E], whose first node is at slot starts[b].
 

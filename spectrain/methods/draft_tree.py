@@ -23,6 +23,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from spectrain import kernels
 from spectrain.decoding import Context, Drafter, DraftTree, KVCache, Source, TargetModel, TargetOutput, Verified
 from spectrain.decoding.transfer import to_device
 from spectrain.decoding.tree import ROOT_PARENT
@@ -39,10 +40,7 @@ from spectrain.methods.model_candidates import (
     RANKS,
     SHARES,
     both_known,
-    first_ones,
     join,
-    likeliest,
-    likeliest_on_device,
     next_read,
     sharpness_of,
 )
@@ -133,8 +131,7 @@ class TreeDrafter(LookupDrafter):
         super().prefill(context, output, rows)
         for part in self._parts:
             part.prefill(context, output, rows)
-        names = self.model.names
-        self._names = np.zeros(0, dtype=np.int64) if names is None else names.cpu().numpy()
+        self._names = None if self.model.names is None else self.model.names.cpu()
         self._stops = context.stop_ids.cpu().numpy()
 
     def observe(self, context: Context, tree: DraftTree, output: TargetOutput, verified: Verified) -> Tensor | None:
@@ -226,7 +223,7 @@ class TreeDrafter(LookupDrafter):
             return drafts[:, :, :1], sizes
         keys = None
         if context.sampling.shares_noise:
-            keys = context.uniforms.on_host(context.n_tokens, levels).numpy()
+            keys = context.uniforms.on_host(context.n_tokens, levels)
         read = np.zeros((n_rows, 1), dtype=np.int64)  # nodes of the drafts that were read: their candidates are known
         logits = self.model.read_roots(context)[:, None]
         branches = min(branches, logits.shape[-1])
@@ -251,25 +248,23 @@ class TreeDrafter(LookupDrafter):
         return drafts[:, :, : sizes[0, 0]], sizes
 
     def _children(
-        self, context: Context, logits: Tensor, branches: int, keys: np.ndarray | None
+        self, context: Context, logits: Tensor, branches: int, keys: Tensor | None
     ) -> tuple[np.ndarray, np.ndarray]:
         """The B likeliest tokens behind nodes with these logits [n, m, K], and their kinds, [n, m, B] each."""
-        sharpness = sharpness_of(context)
-        ranks, names = np.minimum(np.arange(branches), RANKS - 1), self._names
-        tokens, numbers = (np.zeros((*logits.shape[:2], branches), dtype=kind) for kind in (np.int64, np.float64))
+        sharpness = to_device(sharpness_of(context), logits.device)
         if keys is not None:
-            probs = (logits.float() * to_device(torch.from_numpy(sharpness), logits.device)[:, None, None]).softmax(-1)
-            first_ones(probs.cpu().numpy(), names, keys, tokens, numbers)
-            other = numbers.copy()
-            other[..., 0], other[..., 1:] = numbers[..., 1 % branches], numbers[..., :1]
-            buckets = np.searchsorted(LEADS, np.minimum(numbers, other) / np.maximum(numbers, other))
-        elif logits.device.type == "cpu":
-            likeliest(logits.float().contiguous().numpy(), sharpness, names, tokens, numbers)
-            buckets = np.searchsorted(SHARES, numbers)
+            probs = (logits.float() * sharpness[:, None, None]).softmax(-1).cpu()
+            tokens, late = kernels.first_by_noise(probs, keys, self._names, branches)
+            late = late.numpy()
+            other = late.copy()
+            other[..., 0], other[..., 1:] = late[..., 1 % branches], late[..., :1]
+            buckets = np.searchsorted(LEADS, np.minimum(late, other) / np.maximum(late, other))
         else:
-            tokens, numbers = likeliest_on_device(logits, sharpness, names, branches)
-            buckets = np.searchsorted(SHARES, numbers)
-        return tokens, self.first_kind + ranks * N_SHARES + buckets
+            tokens, shares = kernels.likeliest(logits, sharpness, branches)
+            tokens = tokens if self._names is None else self._names[tokens]
+            buckets = np.searchsorted(SHARES, shares.numpy())
+        ranks = np.minimum(np.arange(branches), RANKS - 1)
+        return tokens.numpy(), self.first_kind + ranks * N_SHARES + buckets
 
     def _next_read(
         self, drafts: np.ndarray, sizes: np.ndarray, new: slice, others: np.ndarray, level: int

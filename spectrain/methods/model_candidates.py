@@ -15,10 +15,7 @@ from numba import njit
 from torch import Tensor
 
 from spectrain.decoding import Context
-from spectrain.decoding.transfer import to_device
 from spectrain.kernels import TEMPERATURE
-from spectrain.kernels.cpu.intrinsics import MATHS, exp
-from spectrain.kernels.cpu.warping import BLOCK, largest, uniform_of
 from spectrain.methods.ranking import KINDS, LIKELIEST, PARENTS, TOKENS
 
 SHARES = np.array([0.02, 0.05, 0.1, 0.2, 0.35, 0.5, 0.65, 0.8, 0.9, 0.97])  # of q, where a new kind begins
@@ -129,82 +126,7 @@ def join(draft, size, found, found_size, likely, kinds):
     return size
 
 
-def sharpness_of(context: Context) -> np.ndarray:
+def sharpness_of(context: Context) -> Tensor:
     """What each row's logits are multiplied with before the softmax, [n] float32: 1 / temperature, 1 of greedy rows."""
     temperatures = context.sampling.options[:, TEMPERATURE].expand(context.n_rows)
-    return torch.where(temperatures > 0, 1 / temperatures, 1.0).float().numpy()
-
-
-def likeliest_on_device(
-    logits: Tensor, sharpness: np.ndarray, names: np.ndarray, n: int
-) -> tuple[np.ndarray, np.ndarray]:
-    """The n likeliest tokens and their probabilities as `likeliest` finds them, in one transfer from a device."""
-    found = (logits.float() * to_device(torch.from_numpy(sharpness), logits.device)[:, None, None]).softmax(-1).topk(n)
-    shares, tokens = torch.stack([found.values.double(), found.indices.double()]).cpu().numpy()
-    tokens = tokens.astype(np.int64)
-    return names[tokens] if len(names) else tokens, shares
-
-
-@njit(nogil=True, cache=True, fastmath=MATHS, error_model="numpy")
-def likeliest(logits, sharpness, names, tokens, shares):
-    """Find the B likeliest tokens of softmax(sharpness x logits), in order, and their probabilities.
-
-    Args:
-        logits: [n, m, K] float32, contiguous.
-        sharpness: [n] float32 of `sharpness_of`.
-        names: [K] int64 tokens that the logits are of; empty: 0, 1, ...
-        tokens: [n, m, B] int64, filled.
-        shares: [n, m, B] float64, filled.
-    """
-    size, n_best = logits.shape[2], tokens.shape[2]
-    most = np.empty((size + BLOCK - 1) // BLOCK, dtype=np.float32)  # of each block
-    for row in range(logits.shape[0]):
-        for node in range(logits.shape[1]):
-            x, chosen, best = logits[row, node], tokens[row, node], shares[row, node]
-            for block in range(len(most)):
-                most[block] = largest(x.ctypes.data, block * BLOCK, min((block + 1) * BLOCK, size))
-            top, factor, total = most.max(), sharpness[row], np.float32(0.0)
-            for v in range(size):
-                total += exp((x[v] - top) * factor)
-            best[:] = -np.inf
-            for block in range(len(most)):
-                if most[block] > best[n_best - 1]:
-                    for v in range(block * BLOCK, min((block + 1) * BLOCK, size)):
-                        if x[v] > best[n_best - 1]:
-                            place = n_best - 1
-                            while place > 0 and x[v] > best[place - 1]:
-                                best[place], chosen[place] = best[place - 1], chosen[place - 1]
-                                place -= 1
-                            best[place], chosen[place] = x[v], v if len(names) == 0 else names[v]
-            for place in range(n_best):
-                best[place] = exp((np.float32(best[place]) - top) * factor) / total
-
-
-@njit(nogil=True, cache=True)
-def first_ones(probs, names, keys, tokens, late):
-    """Find the tokens with the smallest E / q, in order, and these numbers.
-
-    Args:
-        probs: [n, m, K] float32, q.
-        names: [K] int64 tokens that q is of; empty: 0, 1, ...
-        keys: [n] int64 of `SharedNoise`.
-        tokens: [n, m, B] int64, filled.
-        late: [n, m, B] float64, filled.
-    """
-    n_best = tokens.shape[2]
-    for row in range(probs.shape[0]):
-        for node in range(probs.shape[1]):
-            least, chosen = late[row, node], tokens[row, node]
-            least[:] = np.inf
-            for v in range(probs.shape[2]):
-                q = probs[row, node, v]
-                if q > 0.0:
-                    name = v if len(names) == 0 else names[v]
-                    uniform = uniform_of(keys[row], name)
-                    if 1.0 - uniform < least[n_best - 1] * q:  # which is below -log(uniform)
-                        here, place = -np.log(uniform) / q, n_best - 1
-                        if here < least[place]:
-                            while place > 0 and here < least[place - 1]:
-                                least[place], chosen[place] = least[place - 1], chosen[place - 1]
-                                place -= 1
-                            least[place], chosen[place] = here, name
+    return torch.where(temperatures > 0, 1 / temperatures, 1.0).float()

@@ -244,38 +244,40 @@ def timed(monkeypatch, tmp_path):
 
 
 def test_a_table_is_timed_once_and_read_by_the_next_process(timed, llama_target):
-    costs = timed(llama_target).costs(llama_target, Sampling(), 3)
+    costs = timed(llama_target).costs(llama_target, Sampling(), 3, Autoregressive())
     assert costs.forward_s(1)[1] == pytest.approx(1.1)
     assert set(timed.runs) == {1, 4}
-    assert timed(llama_target).costs(llama_target, Sampling(), 3).forward_s(3) == pytest.approx(costs.forward_s(3))
+    assert timed(llama_target).costs(llama_target, Sampling(), 3, Autoregressive()).forward_s(3) == pytest.approx(
+        costs.forward_s(3)
+    )
     assert not timed.runs
 
 
 def test_a_disturbed_table_is_timed_again_until_its_seconds_agree(timed, llama_target, caplog):
     table = timed(llama_target, lambda run, size: run < 4 and size == 3)
-    assert table.costs(llama_target, Sampling(), 1).forward_s(1)[3] == pytest.approx(1.3)
+    assert table.costs(llama_target, Sampling(), 1, Autoregressive()).forward_s(1)[3] == pytest.approx(1.3)
     assert len(timed.runs) > 2
     assert "disturbed" not in caplog.text
 
 
 def test_a_table_that_stays_spoiled_serves_this_process_and_is_not_kept(timed, llama_target, caplog):
     table = timed(llama_target, lambda run, size: size == 3)
-    table.costs(llama_target, Sampling(), 1)
+    table.costs(llama_target, Sampling(), 1, Autoregressive())
     n_runs = len(timed.runs)
     assert n_runs > 3
     assert "look disturbed (size 3 took longer than a larger one)" in caplog.text
-    table.costs(llama_target, Sampling(), 1)
+    table.costs(llama_target, Sampling(), 1, Autoregressive())
     assert len(timed.runs) == n_runs
-    timed(llama_target).costs(llama_target, Sampling(), 1)
+    timed(llama_target).costs(llama_target, Sampling(), 1, Autoregressive())
     assert timed.runs
 
 
 @pytest.mark.parametrize("text", ["", "{}", '{"kind": "seconds", "schema": 0, "seconds": {}}'])
 def test_an_unreadable_file_is_timed_again_and_said_in_the_log(timed, llama_target, text, tmp_path, caplog):
-    timed(llama_target).costs(llama_target, Sampling(), 1)
+    timed(llama_target).costs(llama_target, Sampling(), 1, Autoregressive())
     (file,) = tmp_path.glob("seconds-*.json")
     file.write_text(text)
-    timed(llama_target).costs(llama_target, Sampling(), 1)
+    timed(llama_target).costs(llama_target, Sampling(), 1, Autoregressive())
     assert timed.runs
     assert "cannot be used" in caplog.text
     assert json.loads(file.read_text())["seconds"]

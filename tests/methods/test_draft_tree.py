@@ -8,12 +8,11 @@ import torch
 
 from spectrain.decoding import DraftTree, KVCache, Sampling, Source, TargetModel, Verified, generate
 from spectrain.decoding.tree import ROOT_PARENT
-from spectrain.kernels.reference import exponentials, mixed
 from spectrain.methods import spire_slots
 from spectrain.methods.auto import Auto
 from spectrain.methods.autoregressive import Autoregressive
 from spectrain.methods.draft_tree import Asking, TreeDrafter
-from spectrain.methods.model_candidates import N_KINDS, N_SHARES, first_ones, join, likeliest, likeliest_on_device
+from spectrain.methods.model_candidates import N_KINDS, N_SHARES, join
 from spectrain.methods.speculative import Speculative
 from spectrain.methods.spire import Spire
 from spectrain.methods.sssd import Sssd, SssdOptions
@@ -175,31 +174,3 @@ def test_a_model_is_asked_where_it_has_added_more_than_its_seconds_are_worth():
         if asking.asks(sure, 0.2):
             asking.count(2.0)
     assert asking.asks(sure, 0.2)
-
-
-@pytest.mark.parametrize("shape", [(1, 1, 700), (2, 3, 65), (1, 2, 3)])
-@pytest.mark.parametrize("has_names", [False, True])
-def test_the_likeliest_tokens_are_those_of_a_full_sort(shape, has_names):
-    logits = torch.randn(shape) * 4
-    names = np.random.default_rng(0).permutation(1000)[: shape[-1]] if has_names else np.zeros(0, dtype=np.int64)
-    sharpness = np.array([1 / 0.7, 1.0], dtype=np.float32)[: shape[0]]
-    tokens, shares = np.zeros((*shape[:2], 3), dtype=np.int64), np.zeros((*shape[:2], 3))
-    likeliest(logits.numpy(), sharpness, names, tokens, shares)
-    best = (logits.double() * sharpness[:, None, None]).softmax(-1).topk(3)
-    np.testing.assert_allclose(shares, best.values, rtol=1e-5)
-    assert (tokens == (names[best.indices] if has_names else best.indices.numpy())).all()
-    same, nearly = likeliest_on_device(logits, sharpness, names, 3)
-    assert (same == tokens).all()
-    np.testing.assert_allclose(nearly, shares, rtol=1e-5)
-
-
-@pytest.mark.parametrize("has_names", [False, True])
-def test_the_first_tokens_by_noise_are_those_of_a_full_sort(has_names):
-    probs = torch.randn(3, 2, 40).mul(2).softmax(-1)
-    names = torch.randperm(90)[:40] if has_names else torch.arange(40)
-    keys = mixed(torch.arange(3))
-    tokens, late = np.zeros((3, 2, 5), dtype=np.int64), np.zeros((3, 2, 5))
-    first_ones(probs.numpy(), names.numpy() if has_names else np.zeros(0, dtype=np.int64), keys.numpy(), tokens, late)
-    ranked = (exponentials(keys[:, None, None], names) / probs.double()).sort(-1)
-    assert (torch.from_numpy(tokens) == names[ranked.indices[..., :5]]).all()
-    np.testing.assert_allclose(late, ranked.values[..., :5].numpy(), rtol=1e-6)
