@@ -35,17 +35,14 @@ class ChainDrafter(CountingDrafter):
 
     Args:
         gamma: most tokens of a chain.
-        adapts: whether fewer are drafted where fewer are faster, by what acceptance has been so far and what forwards
-            and draft steps cost here.
-        acceptance: of drafted tokens after training, from which it then starts; None: not known.
+        budget: drafts fewer where fewer are faster; None: nothing does.
     """
 
     drafts_chains = True
     stop: StopRule | None = None  # ends drafts before gamma tokens
 
-    def __init__(self, gamma: int, adapts: bool = False, acceptance: float | None = None):
-        self.gamma = gamma
-        self.budget = ChainBudget(gamma, acceptance) if adapts else None
+    def __init__(self, gamma: int, budget: ChainBudget | None = None):
+        self.gamma, self.budget = gamma, budget
 
     @property
     def timed_reads(self) -> tuple[int, ...]:
@@ -72,28 +69,31 @@ class ChainDrafter(CountingDrafter):
             self.budget.learn(emitted, self.reads)
 
 
-def lengths_of(gamma: int | None, max_nodes: int | str | None, fastest: int | None, most: int) -> tuple[int, bool]:
-    """The most tokens of a chain, and whether fewer are drafted where they are faster.
+def lengths_of(
+    gamma: int | None, max_nodes: int | str | None, fastest: int, most: int, acceptance: float | None = None
+) -> tuple[int, ChainBudget | None]:
+    """The most tokens of a chain, and what chooses fewer where fewer are faster.
 
     Args:
         gamma: as the user gave it; None: not at all.
         max_nodes: a number, "auto", or None: gamma + 1.
         fastest: the length that is fixed where nothing is given.
         most: the longest that "auto" chooses.
+        acceptance: see `ChainBudget`.
     """
-    if max_nodes == AUTO:
-        return (most, True) if gamma is None else (gamma_within(gamma, None), False)
-    return gamma_within(fastest if gamma is None else gamma, max_nodes), False
+    if gamma is None and max_nodes == AUTO:
+        return most, ChainBudget(most, acceptance)
+    return gamma_within(gamma or fastest, max_nodes), None
 
 
-def gamma_within(gamma: int, max_nodes: int | None) -> int:
+def gamma_within(gamma: int, max_nodes: int | str | None) -> int:
     """Return the draft length that a budget of `max_nodes` nodes, root and drafted tokens, leaves of `gamma`."""
-    return gamma if max_nodes is None else min(gamma, max_nodes - 1)
+    return gamma if max_nodes in (None, AUTO) else min(gamma, max_nodes - 1)
 
 
 def candidates_within(min_candidates: int, max_candidates: int, max_nodes: int | str | None) -> int:
     """Return the longest draft of a rule that drafts at least min_candidates tokens; "auto" leaves it to the rule."""
-    gamma = gamma_within(max_candidates, None if max_nodes == AUTO else max_nodes)
+    gamma = gamma_within(max_candidates, max_nodes)
     if min_candidates > gamma:
         raise UserError(f"min_candidates={min_candidates} must not exceed max_candidates={gamma}; lower min_candidates")
     return gamma

@@ -17,6 +17,7 @@ from spectrain.decoding.tree import DraftTree
 from spectrain.decoding.weights import draft_dtype_of
 from spectrain.errors import UserError
 from spectrain.kernels import MOST_TOKENS
+from spectrain.methods.budget import ChainBudget
 from spectrain.methods.draft_chain import ChainDrafter, DraftStep, draft_chain, lengths_of
 from spectrain.methods.options import Dtype, Nodes, Whole
 from spectrain.methods.stopping import StopRule
@@ -40,10 +41,9 @@ def build(
     gamma: None takes, with max_nodes "auto", as many tokens in each step as pay; else the number that was the fastest
     after training, if the folder is an export that says so, else GAMMA.
     """
-    length, adapts = lengths_of(gamma, max_nodes, fastest_gamma(Path(drafter)) or GAMMA, MOST)
-    model = load_draft_model(target, drafter, draft_dtype)
-    acceptance = trained_acceptance(Path(drafter))
-    return Speculative(model, length, draft_dtype=draft_dtype, adapts=adapts, acceptance=acceptance)
+    fastest, acceptance = fastest_gamma(Path(drafter)) or GAMMA, trained_acceptance(Path(drafter))
+    length, budget = lengths_of(gamma, max_nodes, fastest, MOST, acceptance)
+    return Speculative(load_draft_model(target, drafter, draft_dtype), length, draft_dtype=draft_dtype, budget=budget)
 
 
 def open_states(target: TargetModel, drafter: str, rollout_tokens: int) -> ModelStates:
@@ -84,7 +84,7 @@ class Speculative(ChainDrafter):
         draft_model: the small model, with its tokenizer where the target has one.
         gamma: drafted tokens per step; fewer where a row has less room.
         stop: ends drafts before gamma tokens.
-        adapts, acceptance: see `ChainDrafter`.
+        budget: see `ChainDrafter`.
         draft_dtype: float32 leaves the model's weights as they are; for auto and int8 see `draft_dtype_of`.
     """
 
@@ -96,10 +96,9 @@ class Speculative(ChainDrafter):
         gamma: int = GAMMA,
         stop: StopRule | None = None,
         draft_dtype: str = "float32",
-        adapts: bool = False,
-        acceptance: float | None = None,
+        budget: ChainBudget | None = None,
     ):
-        super().__init__(gamma, adapts, acceptance)
+        super().__init__(gamma, budget)
         if draft_dtype_of(draft_dtype, draft_model.device, draft_model.dtype) == torch.int8:
             draft_model = draft_model.in_8_bits()
         self.draft_model = draft_model.with_hidden() if stop is not None and stop.needs_hidden else draft_model

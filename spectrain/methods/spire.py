@@ -25,7 +25,7 @@ from spectrain.decoding.verify import MOST_REPLAYED
 from spectrain.decoding.weights import for_drafting, version
 from spectrain.errors import UserError, check_whole
 from spectrain.kernels import MOST_TOKENS, Graphs
-from spectrain.methods.budget import AUTO
+from spectrain.methods.budget import AUTO, ChainBudget
 from spectrain.methods.draft_chain import ChainDrafter, DraftStep, draft_chain, lengths_of
 from spectrain.methods.options import Dtype, Nodes, Whole
 from spectrain.methods.spire_slots import SlotStore
@@ -51,10 +51,9 @@ def build(
     """
     loaded, fastest = load_spire(Path(drafter), target), fastest_gamma(Path(drafter))
     k, window = loaded.config.k, loaded.config.window_tokens
-    length, adapts = lengths_of(gamma, max_nodes, fastest or k, min(LONGER * k, window))
     acceptance = trained_acceptance(Path(drafter))
-    options = {"draft_dtype": draft_dtype, "draft_vocab": draft_vocab}
-    return Spire(loaded, length, **options, adapts=adapts, acceptance=acceptance)
+    length, budget = lengths_of(gamma, max_nodes, fastest or k, min(LONGER * k, window), acceptance)
+    return Spire(loaded, length, draft_dtype=draft_dtype, draft_vocab=draft_vocab, budget=budget)
 
 
 def open_states(target: TargetModel, drafter: str, rollout_tokens: int) -> SpireStates:
@@ -123,7 +122,7 @@ class Spire(ChainDrafter):
     Args:
         drafter: trained for the target at hand.
         gamma: draft tokens per step; None takes the k it was trained with.
-        adapts, acceptance: see `ChainDrafter`.
+        budget: see `ChainDrafter`.
         stop: ends drafts before gamma tokens.
         draft_dtype: of its weights while it drafts, see `draft_dtype_of`.
         draft_vocab: how many of its tokens it drafts, the most frequent of them; "auto": FEW_TOKENS on a CPU, else all.
@@ -140,13 +139,12 @@ class Spire(ChainDrafter):
         gamma: int | None = None,
         stop: StopRule | None = None,
         draft_dtype: str = "float32",
-        adapts: bool = False,
+        budget: ChainBudget | None = None,
         tree_nodes: int = 0,
-        acceptance: float | None = None,
         draft_vocab: int | str | None = None,
     ) -> None:
         config, self.tree_nodes = drafter.config, tree_nodes
-        super().__init__(config.k if gamma is None else gamma, adapts, acceptance)
+        super().__init__(config.k if gamma is None else gamma, budget)
         self.trained, self.stop, self.draft_dtype, self.draft_vocab = drafter, stop, draft_dtype, draft_vocab
         if draft_vocab not in (None, AUTO):
             check_drafted(drafter, draft_vocab)
@@ -248,25 +246,18 @@ class Spire(ChainDrafter):
         if self._prompts or self._missed:  # nothing was drafted, and what is older must be written first
             self.watch(context, output, verified)
             return
+        path = verified.path[:, : 1 + tree.deepest]
+        captured, positions = output.captured, output.positions
         if not tree.is_chain:
-            path = verified.path[:, : 1 + tree.deepest]
-            nodes, places = path.clamp_min(0), torch.arange(path.shape[1], device=path.device)
-            captured = output.captured.gather(1, nodes[:, :, None, None].expand(-1, -1, *output.captured.shape[2:]))
-            chain = DraftTree.chain(nodes[:, 0], nodes[:, 1:])  # whose tokens nobody reads
-            output = TargetOutput(output.logits, captured, output.positions[:, :1] + places)
-            verified = Verified(torch.where(path < 0, -1, places), verified.accepted, verified.bonus)
-            self.observe(context, chain, output, verified)
-            return
+            captured, positions = _along(path, captured, positions)
         if self.slots.fuses:
-            self.slots.memory(*tree.shape).write(output.captured, output.positions, verified.accepted)
+            self.slots.memory(*positions.shape).write(captured, positions, verified.accepted)
         elif self.graphs is None:
-            self._keep(output.captured, output.positions, verified.path[:, : tree.shape[1]])
+            self._keep(captured, positions, path)
         else:
-            inputs = output.captured, output.positions, verified.path[:, : tree.shape[1]]
-            self.graphs.run(("memories", self.slots.storage), self._keep, *inputs)
+            self.graphs.run(("memories", self.slots.storage), self._keep, captured, positions, path)
         if self.drafter.config.previous_state:
-            last = verified.accepted  # of a chain
-            self.finals[: context.n_rows] = _at(output.captured[:, :, -1], last)
+            self.finals[: context.n_rows] = _at(captured[:, :, -1], verified.accepted)
 
     def read_roots(self, context: Context) -> Tensor:
         self._catch_up()
@@ -306,9 +297,8 @@ class Spire(ChainDrafter):
             path = verified.path
             if path.device.type == "cpu":
                 path = path[:, : 1 + int(verified.accepted.max())]
-            nodes = path.clamp_min(0)
-            captured = captured.gather(1, nodes[:, :, None, None].expand(-1, -1, *captured.shape[2:]))
-            positions = positions.gather(1, nodes).masked_fill(path < 0, -1)
+            captured, positions = _along(path, captured, positions)
+            positions = positions.masked_fill(path < 0, -1)
         elif self.graphs is not None:  # whose outputs the next step overwrites
             captured, positions = captured.clone(), positions.clone()
         config = self.drafter.config
@@ -356,12 +346,9 @@ class Spire(ChainDrafter):
         self.slots.free(row)
 
     def _keep(self, captured: Tensor, positions: Tensor, path: Tensor) -> None:
-        """Write the memories of the nodes on the accepted path [n, A] from states [n, N, C, D] at positions [n, N]."""
-        nodes = path.clamp_min(0)
-        positions = positions.gather(1, nodes).masked_fill(path < 0, -1)
-        index = nodes[:, :, None].expand(-1, -1, captured.shape[-1])
-        memories = [memory.gather(1, index) for memory in self._memories(captured)]
-        self.slots.write_memories(memories, positions, slice(0, len(path)))
+        """Write the memories of states [n, A, C, D] at positions [n, A] of accepted paths [n, A], which end with -1."""
+        positions = positions.masked_fill(path < 0, -1)
+        self.slots.write_memories(self._memories(captured), positions, slice(0, len(path)))
 
     def _shortest_way(self, context: Context) -> Callable | None:
         """Return what drafts whole chains, see `draft_chain`: a program or a CUDA graph; None: neither does."""
@@ -451,6 +438,12 @@ class Spire(ChainDrafter):
             self.slots.forget(row)
             read = [KeysValues(kv.keys[:, :, kept], kv.values[:, :, kept]) for kv in every]
             self.slots.write(read, kept[None], slice(row, row + 1))
+
+
+def _along(path: Tensor, captured: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
+    """Return those states [n, A, C, D] and positions [n, A] of a tree that lie on paths [n, A], which end with -1."""
+    nodes = path.clamp_min(0)
+    return captured.gather(1, nodes[:, :, None, None].expand(-1, -1, *captured.shape[2:])), positions.gather(1, nodes)
 
 
 def _at(states: Tensor, places: Tensor) -> Tensor:  # [n, P, D], [n] -> [n, D]

@@ -47,11 +47,12 @@ class ForcedContext(Context):
         return self.following(len(self.asked) - 1), logits.softmax(-1)
 
 
-@pytest.mark.parametrize("tied", [True, False])
-@pytest.mark.parametrize("options", [{}, {"family": "qwen3", "sink_tokens": 2}, {"feedback": False}, *INPUTS], ids=str)
-def test_decoding_equals_the_training_rollout(options, tied):
+@pytest.mark.parametrize(
+    "options", [{}, {"family": "qwen3", "sink_tokens": 2, "tied": True}, {"feedback": False}, *INPUTS], ids=str
+)
+def test_decoding_equals_the_training_rollout(options):
     """Two rows of different length, two rounds: after prefill, and after a step that accepted part of the path."""
-    target, drafter = make(tied=tied, **options)
+    target, drafter = make(**options)
     k, lengths = 4, [24, 12]  # both roots begin a block; longer than the window of 8
     sequences = torch.randint(4, VOCAB_SIZE, (2, 40))
     expected = drafter.logits(rollout(drafter, sequences, target.features(sequences).captured))
@@ -79,9 +80,7 @@ def test_decoding_equals_the_training_rollout(options, tied):
         method.follow(context, tree, output, verified, output.logits[:, 3], emitted)
 
 
-@pytest.mark.parametrize(
-    "options", [{}, {"family": "qwen3", "sink_tokens": 2}, {"feedback": False}, *INPUTS[-4:]], ids=str
-)
+@pytest.mark.parametrize("options", [{"family": "qwen3", "sink_tokens": 2}, {"feedback": False}, *INPUTS[-4:]], ids=str)
 @pytest.mark.parametrize("sampling", [Sampling(), Sampling(1.3, top_k=20, top_p=0.9)], ids=str)
 @pytest.mark.parametrize("stop_token_ids", [(), range(0, VOCAB_SIZE, 9)], ids=["no ends", "many ends"])
 def test_a_chain_in_one_program_is_that_of_step_by_step(options, sampling, stop_token_ids, monkeypatch):
@@ -125,8 +124,11 @@ def rules(linear: type[RowsLinear] = RowsLinear) -> dict[str, StopRule]:
 
 
 @pytest.mark.parametrize("name", list(rules()))
-@pytest.mark.parametrize(("options", "draft_dtype"), [(INPUTS[4], "int8"), (INPUTS[7], "float32")], ids=str)
-@pytest.mark.parametrize("sampling", [Sampling(), Sampling(1.3, top_k=20, top_p=0.9)], ids=str)
+@pytest.mark.parametrize(
+    ("options", "draft_dtype", "sampling"),
+    [(INPUTS[4], "int8", Sampling(1.3, top_k=20, top_p=0.9)), (INPUTS[7], "float32", Sampling())],
+    ids=str,
+)
 def test_a_rule_ends_the_chain_of_a_program_as_it_ends_one_step_by_step(name, options, draft_dtype, sampling):
     """The same tokens and lengths of drafts, and as many steps of the drafter; rows stop at different places."""
     target, drafter = make(**options)
@@ -174,7 +176,7 @@ def whole_target_drafter(noise: float = 0.0, **options):
     return target, drafter
 
 
-@pytest.mark.parametrize("batch_size", [1, 3, 5])
+@pytest.mark.parametrize("batch_size", [1, 3])
 @pytest.mark.parametrize("noise", [0.0, 0.03])
 def test_output_is_the_target_s_own_where_drafts_are_accepted(noise, batch_size):
     """Rows accept different numbers of drafts, end inside accepted blocks by EOS and by length, and are replaced."""
