@@ -14,9 +14,11 @@ import logging
 import os
 import time
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from random import Random
+from typing import Literal
 from weakref import WeakKeyDictionary
 
 import numpy as np
@@ -27,7 +29,7 @@ from transformers import PreTrainedModel
 from spectrain.decoding import Context, Drafter, DraftTree, KVCache, Sampling, Source, TargetModel, fingerprint, stream
 from spectrain.errors import UserError
 from spectrain.stores.environment import cpu_name
-from spectrain.stores.files import load_json, write_json
+from spectrain.stores.files import from_json, load_json, write_json
 from spectrain.stores.folder import digest
 from spectrain.stores.locations import CHECKPOINTS
 
@@ -52,6 +54,16 @@ TEXT = (
 
 Seconds = dict[str, dict[int, float]]  # by what was timed, and its size
 _of_process: WeakKeyDictionary[PreTrainedModel, dict[str, Table]] = WeakKeyDictionary()
+
+
+@dataclass(frozen=True)
+class Kept:
+    """The content of the file that keeps a table."""
+
+    kind: Literal["seconds"]
+    schema: Literal[SCHEMA]
+    machine: dict[str, object]
+    seconds: Seconds
 
 
 class Costs:
@@ -124,16 +136,10 @@ class Table:
     def read(cls, file: Path, is_given: bool = False) -> Table:
         """Read a file. One that is missing or unreadable holds nothing, unless the user gave it."""
         try:
-            values = load_json(file)
-            if values["kind"] != "seconds" or values["schema"] != SCHEMA:
-                raise ValueError(f"kind {values['kind']}, schema {values['schema']}")
-            seconds = {key: {int(n): float(s) for n, s in one.items()} for key, one in values["seconds"].items()}
-            if not all(one and min(one.values()) >= 0 for one in seconds.values()):
-                raise ValueError("seconds are missing or below 0")
-            return cls(file, seconds, is_given)
+            return cls(file, from_json(Kept, load_json(file)).seconds, is_given)
         except FileNotFoundError:
             problem = "it does not exist"
-        except (OSError, ValueError, KeyError, TypeError, AttributeError, UserError) as error:
+        except (OSError, ValueError) as error:
             problem = str(error)
             log.warning("%s cannot be used (%s); its steps are timed again", file, problem)
         if is_given:
@@ -185,7 +191,7 @@ class Table:
         kept = {key: one for key, one in self.seconds.items() if key not in self.spoiled}
         try:
             self.file.parent.mkdir(parents=True, exist_ok=True)
-            write_json(self.file, {"kind": "seconds", "schema": SCHEMA, "machine": machine, "seconds": kept})
+            write_json(self.file, Kept("seconds", SCHEMA, dict(machine), kept))
         except (OSError, UserError) as error:
             log.warning("%s could not be written (%s); steps are timed again next time", self.file, error)
 

@@ -70,32 +70,6 @@ def test_branches_keep_4_3_or_1_tokens_by_rank():
     assert paths(tree)[:60] == expected
 
 
-@pytest.mark.parametrize(
-    ("continuation_tokens", "expected"),
-    [
-        (None, [7, 8, ROOT, 7, 8, ROOT, 7]),  # the latest occurrence, copied past the end
-        (3, [7, 8, ROOT]),
-        (4, [4, 5, 6, 0]),
-        (7, [4, 5, 6, 0, 0, ROOT, 7]),
-        (8, [4, 5, 6, 0, 0, ROOT, 7]),
-        (20, [1, 2, 3, ROOT, 4, 5, 6]),  # nowhere: the first one has most
-    ],
-)
-def test_the_roots_continuation_has_as_many_tokens_as_fit(continuation_tokens, expected):
-    text = [ROOT, 1, 2, 3, ROOT, 4, 5, 6, 0, 0, ROOT, 7, 8, ROOT]
-    drafter = LogitSpec(max_nodes=8, continuation_tokens=continuation_tokens, last_logits=False)
-    assert proposed(drafter, [text]).tokens[0, 1:].tolist() == expected
-
-
-def test_suffixes_of_the_guess_have_up_to_three_tokens():
-    #               1 2 3 -> 4     2 3 -> 5     3 -> 6
-    text = [1, 2, 3, 4, 0, 2, 3, 5, 0, 0, 3, 6, 0, 0, 1, 2]
-    logits = logits_in_order([3], 12)
-    for max_ngram, expected in ((3, 4), (2, 5), (1, 6)):
-        drafter = LogitSpec(max_ngram=max_ngram, continuation_tokens=1, input_tokens=0)
-        assert paths(proposed(drafter, [text], last_logits=logits))[0][0] == [3, expected]
-
-
 @pytest.mark.parametrize("max_nodes", [4, 8, "auto"])
 def test_both_kinds_are_candidates_however_few_nodes_are_scored(max_nodes):
     text, logits = [ROOT, *range(1, 41), ROOT], logits_in_order([ROOT, *range(60, 98)], 1000)
