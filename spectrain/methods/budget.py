@@ -83,20 +83,22 @@ class ChainBudget(Counts):
         reached = np.minimum(ratio * self.chances(), LIKELIEST).cumprod(axis=1).sum(axis=0)
         return np.concatenate([[0.0], reached.cumsum()])
 
-    def rates(self, n_rows: int) -> np.ndarray:
-        """Tokens per second [most + 1] of n rows, by the length of their chains."""
+    def seconds(self, n_rows: int) -> np.ndarray:
+        """Seconds [most + 1] of a step of n rows, by the length of their chains."""
         places = np.arange(self.most + 1)
-        seconds = self.costs.forward_s(n_rows)[1 + places] + self.costs.draft_s(n_rows)[places]
-        return (n_rows + self.gained(n_rows)) / seconds
+        return self.costs.forward_s(n_rows)[1 + places] + self.costs.draft_s(n_rows)[places]
 
     def first_speed(self, n_rows: int) -> float:
         """Tokens of a row in the time of a plain step, before any chain was drafted."""
-        return float(self.rates(n_rows)[1:].max() * self.costs.forward_s(n_rows)[1] / n_rows)
+        rates = (n_rows + self.gained(n_rows)) / self.seconds(n_rows)
+        return float(rates[1:].max() * self.costs.forward_s(n_rows)[1] / n_rows)
 
     def choose(self, n_rows: int) -> int:
         """Return how many tokens to draft for each of n rows; 0: none pays."""
-        best = int(self.rates(n_rows)[self.must_draft :].argmax()) + self.must_draft
-        self.expected = 1 + self.gained(n_rows)[best] / n_rows
+        gained = self.gained(n_rows)
+        rates = (n_rows + gained) / self.seconds(n_rows)
+        best = int(rates[self.must_draft :].argmax()) + self.must_draft
+        self.expected = 1 + gained[best] / n_rows
         return best
 
     def learn(self, emitted: Sequence[Sequence[int]], n_drafted: int) -> None:
