@@ -266,10 +266,8 @@ class Auto(Drafter):
     def _seen_by(self, drafter: Drafter, output: TargetOutput) -> TargetOutput:
         """The output with the captured layers that the drafter asked for."""
         layers = self.capture_layers
-        if output.captured is None or drafter.capture_layers == layers:
+        if output.captured is None or drafter.capture_layers in ((), layers):
             return output
-        if not drafter.capture_layers:
-            return dataclasses.replace(output, captured=None)
         places = [layers.index(layer) for layer in drafter.capture_layers]
         return dataclasses.replace(output, captured=output.captured[..., places, :])
 
