@@ -2,7 +2,7 @@
 
 from spectrain.decoding import Source
 from spectrain.methods.anpd import AdaptiveNgram
-from tests.methods.test_pld import proposed
+from tests.methods.drafts import proposed
 
 
 def test_chain_by_hand():

@@ -10,7 +10,7 @@ from spectrain.methods.logitspec import LogitSpec
 from spectrain.retrieval.candidate_tree import CandidateTree
 from spectrain.retrieval.fusion import RetrievalOptions, Retriever
 from tests.conftest import VOCAB_SIZE, random_prompts, tiny_model
-from tests.methods.test_pld import proposed
+from tests.methods.drafts import leaves, paths, proposed
 from tests.retrieval.reference import make_store
 
 
@@ -21,22 +21,13 @@ def logits_in_order(order: list[int], vocab_size: int) -> torch.Tensor:
     return logits[None]
 
 
-def paths(tree: DraftTree, row: int = 0) -> list[tuple[list[int], list[int]]]:
-    """Each leaf's tokens from below the root, and their sources; in the order of the leaves."""
-    tokens, parents, sources = (values[row].tolist() for values in (tree.tokens, tree.parents, tree.source))
-    found = []
-    for node in range(1, len(tokens)):
-        if parents[node] == -2 or node in parents:
-            continue
-        path = []
-        while node > 0:
-            path.append((tokens[node], sources[node]))
-            node = parents[node]
-        found.append(([token for token, _ in path[::-1]], [source for _, source in path[::-1]]))
-    return found
+INPUT, LOGITS = Source.INPUT, Source.LOGITS
 
 
-INPUT, LOGITS = int(Source.INPUT), int(Source.LOGITS)
+def branches(tree: DraftTree) -> list[tuple[list[int], list[Source]]]:
+    """The tokens of each leaf from below the root, and their sources."""
+    found = paths(tree)
+    return [(list(leaf), [found[leaf[: i + 1]] for i in range(len(leaf))]) for leaf in leaves(tree)]
 
 
 def test_tree_by_hand():
@@ -67,7 +58,7 @@ def test_branches_keep_4_3_or_1_tokens_by_rank():
         rank = y + (y >= 3)  # the root is at rank 3 of the logits and keeps it, as in the reference
         kept = 4 if rank <= 8 else 3 if rank <= 32 else 1
         expected.append(([100 + y, 200 + y, 300 + y, 400 + y][:kept], [LOGITS, INPUT, INPUT, INPUT][:kept]))
-    assert paths(tree)[:60] == expected
+    assert branches(tree)[:60] == expected
 
 
 @pytest.mark.parametrize("max_nodes", [4, 8, "auto"])
@@ -85,10 +76,10 @@ def test_both_kinds_are_candidates_however_few_nodes_are_scored(max_nodes):
 def test_ablations():
     text, logits = [ROOT, *FOLLOWED, ROOT], logits_in_order([ROOT, *RANKED[1:]], 1000)
     tree = proposed(LogitSpec(last_logits=False), [text], last_logits=logits)
-    assert paths(tree) == [(FOLLOWED[:20], [INPUT] * 20)]
+    assert branches(tree) == [(FOLLOWED[:20], [INPUT] * 20)]
     assert tree.is_chain
     tree = proposed(LogitSpec(retrieval=False), [text], last_logits=logits)
-    assert paths(tree)[:59] == [([y], [LOGITS]) for y in RANKED[1:]]
+    assert branches(tree)[:59] == [([y], [LOGITS]) for y in RANKED[1:]]
     assert tree.shape == (1, 64)
 
 

@@ -8,6 +8,7 @@ from spectrain.methods.lookahead import Lookahead, LookaheadRow
 from spectrain.methods.lookup import LookupDrafter
 from tests.conftest import VOCAB_SIZE, random_prompts
 from tests.decoding.reference import greedy_by_full_forwards
+from tests.methods.drafts import leaves
 
 
 class Walk:
@@ -37,21 +38,6 @@ class Walk:
         return tree
 
 
-def tree_guesses(tree, row: int = 0) -> list[tuple[int, ...]]:
-    """The guesses of a tree, from the root to each leaf, probes left out."""
-    tokens, parents, drafted = (values[row].tolist() for values in (tree.tokens, tree.parents, tree.drafted))
-    nodes = [node for node in range(len(tokens)) if drafted[node]]
-    leaves = [node for node in nodes if node not in [parents[other] for other in nodes]]
-    paths = []
-    for node in leaves:
-        path = []
-        while node > 0:
-            path.insert(0, tokens[node])
-            node = parents[node]
-        paths.append(tuple(path))
-    return paths
-
-
 def test_probes_hang_under_the_level_below_and_level_0_is_a_chain(llama_target):
     drafter = Lookahead(window_columns=3, ngram_tokens=4, max_guesses=2)
     # Nodes by level: 0 1 2 | 3 4 5 | 6 7 8, node 0 being the root.
@@ -76,7 +62,7 @@ def test_levels_move_up_and_ngrams_enter_the_pool(llama_target):
     assert list(state.pool[12]) == [(30, 40, 50)]
     assert list(state.pool[21]) == [(31, 41, 51)]
     tree = walk.step([{}], [[1]])
-    assert tree_guesses(tree) == [(21, 31, 41)]
+    assert leaves(tree) == [(21, 31, 41)]
     assert tree.source[0][tree.drafted[0]].tolist() == [Source.FORWARD] * 3
 
 
@@ -99,7 +85,7 @@ def test_pool_keeps_the_latest_ngrams_of_a_token_and_refreshes_one_seen_again(ll
         walk.step([{0: (token,)}], [[10]])
     assert list(drafter.rows[0].pool[10]) == [(1,), (3,)]  # 1 was refreshed, so 2 fell out
     assert drafter.rows[0].guesses() == [(3,), (1,)]
-    assert tree_guesses(walk.step([{0: (4,)}], [[11]])) == [(3,), (1,)]
+    assert leaves(walk.step([{0: (4,)}], [[11]])) == [(3,), (1,)]
 
 
 @pytest.mark.parametrize("max_nodes", [6, 7, 14, 61, 119, 120, 129])

@@ -6,29 +6,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 from transformers.generation.candidate_generator import PromptLookupCandidateGenerator
 
-from spectrain.decoding import Context, Sampling, Source, generate
+from spectrain.decoding import Source, generate
 from spectrain.methods.pld import PromptLookup
 from spectrain.retrieval.ngram_table import PositionTable
 from tests.conftest import random_prompts
+from tests.methods.drafts import proposed
 
 TEXTS = st.lists(st.integers(0, 4), min_size=2, max_size=80)
-
-
-def rooted(texts: list[list[int]], room: int = 100, last_logits: torch.Tensor | None = None) -> Context:
-    """A context whose rows hold these texts; the last token of each is its root."""
-    context = Context(Sampling(), max_rows=len(texts))
-    context.append([text[:-1] for text in texts], room + 1, [torch.Generator() for _ in texts])
-    logits = torch.zeros(len(texts), 8) if last_logits is None else last_logits
-    context.root(range(len(texts)), torch.tensor([text[-1] for text in texts]), logits)
-    return context
-
-
-def proposed(drafter, texts: list[list[int]], room: int = 100, last_logits: torch.Tensor | None = None):
-    """The trees of a drafter that has just read these texts."""
-    context = rooted(texts, room, last_logits)
-    drafter.start(None, None)
-    drafter.prefill(context, None, range(len(texts)))
-    return drafter.propose(context)
 
 
 def test_copies_what_followed_the_longest_suffix():

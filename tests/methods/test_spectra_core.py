@@ -7,7 +7,8 @@ import pytest
 from spectrain.errors import UserError
 from spectrain.methods.spectra_core import CoreOptions, CoreRow, NgramStorage, SpectraCore, build
 from spectrain.retrieval.candidate_tree import CandidateTree
-from tests.methods.test_lookahead import Walk, tree_guesses
+from tests.methods.drafts import leaves
+from tests.methods.test_lookahead import Walk
 
 
 def listed(storage: NgramStorage) -> dict[int, list[tuple[int, ...]]]:
@@ -62,7 +63,7 @@ def test_lists_keep_the_latest_and_no_duplicates(llama_target):
         state.candidates = [30]
         walk.step([{1: (token,)}], [[30]])
     assert listed(state.ngrams) == {30: [(1,), (3,)]}  # G - 1 = 2; 1 was refreshed, so 2 fell out
-    assert tree_guesses(walk.step([{}], [[5]])) == [(3,), (1,)]
+    assert leaves(walk.step([{}], [[5]])) == [(3,), (1,)]
 
 
 def test_backward_guess_follows_the_longest_known_suffix():

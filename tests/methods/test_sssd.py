@@ -8,37 +8,15 @@ import numpy as np
 import pytest
 import torch
 
-from spectrain.decoding import Context, KVCache, Sampling, Source, TargetModel, generate
+from spectrain.decoding import Source, TargetModel, generate
 from spectrain.errors import UserError
 from spectrain.methods.sssd import Discounts, Sssd, SssdOptions, branch_of
 from spectrain.retrieval.fusion import N_EACH
 from tests.conftest import random_prompts, tiny_model
+from tests.methods.drafts import paths, proposed
 from tests.retrieval.reference import make_store
 
 V = 50
-
-
-def tree_of(method: Sssd, *texts: list[int], room: int = 100, last_logits=None):
-    """The tree for rows that hold these texts; the last token of each is its root."""
-    context = Context(Sampling(), "cpu", len(texts))
-    context.append([text[:-1] for text in texts], room, [torch.Generator() for _ in texts])
-    logits = torch.zeros(len(texts), V) if last_logits is None else last_logits
-    context.root(range(len(texts)), torch.tensor([text[-1] for text in texts]), logits)
-    method.start(None, KVCache(len(texts)))
-    method.prefill(context, None, range(len(texts)))
-    return method.propose(context)
-
-
-def paths(tree, row: int = 0) -> dict[tuple[int, ...], Source]:
-    """{tokens from the root: source} of one row's drafted nodes."""
-    found = {0: ()}
-    result = {}
-    for node in range(1, tree.shape[1]):
-        parent = int(tree.parents[row, node])
-        if parent >= 0:
-            found[node] = (*found[parent], int(tree.tokens[row, node]))
-            result[found[node]] = Source(int(tree.source[row, node]))
-    return result
 
 
 @pytest.fixture
@@ -48,7 +26,7 @@ def store(tmp_path):
 
 def test_sources_add_up(store):
     method = Sssd(store, SssdOptions(min_matches=1), max_nodes=64)
-    found = paths(tree_of(method, [2, 40, 41, 1, 2]))
+    found = paths(proposed(method, [[2, 40, 41, 1, 2]]))
     assert found[3,] == Source.DATASTORE
     assert found[6,] == Source.DATASTORE
     assert found[40, 41] == Source.INPUT
@@ -58,19 +36,19 @@ def test_nodes_come_by_pseudo_probability_and_discount(store):
     # The store: 3 follows (1, 2) in 2 of 3 places, then 4 and 5 in 1 of 3 each; 6 in 1 of 3.
     options = SssdOptions(min_matches=1, datastore_prefix=2, datastore_depth_decay=1, datastore_prefix_decay=1)
     method = Sssd(store, options, max_nodes=4)
-    assert list(paths(tree_of(method, [1, 2]))) == [(3,), (6,), (3, 4)]
+    assert list(paths(proposed(method, [[1, 2]]))) == [(3,), (6,), (3, 4)]
     damped = Sssd(store, SssdOptions(**{**vars(options), "input_scale": 0.3}), max_nodes=3)
     text = [2, 40, 1, 2]  # the input says 40 after 2, surely; discounted to 0.3 x 0.5^3
-    assert list(paths(tree_of(damped, text))) == [(3,), (6,)]
+    assert list(paths(proposed(damped, [text]))) == [(3,), (6,)]
     trusted = Sssd(store, SssdOptions(**{**vars(options), "input_scale": 9.0}), max_nodes=2)
-    assert list(paths(tree_of(trusted, text))) == [(40,)]
+    assert list(paths(proposed(trusted, [text]))) == [(40,)]
 
 
 def test_candidates_of_the_last_logits_are_a_third_source(store):
     logits = torch.zeros(1, V)
     logits[0, [30, 2, 31]] = torch.tensor([5.0, 9.0, 4.0])  # 2 is the root: no candidate
     method = Sssd(None, SssdOptions(datastore_source=False, last_logits=True, logits_candidates=2), 64)
-    found = paths(tree_of(method, [30, 33, 34, 2], last_logits=logits))
+    found = paths(proposed(method, [[30, 33, 34, 2]], last_logits=logits))
     assert {path: found[path] for path in ((30,), (31,))} == {(30,): Source.LOGITS, (31,): Source.LOGITS}
     assert found[30, 33] == Source.INPUT  # goes on with what followed 30 in the text
     assert (2,) not in found
@@ -114,7 +92,7 @@ def test_branches_shrink_with_the_budget():
     assert [branch_of(n) for n in (2, 4, 8, 16, 64, 128)] == [2, 4, 6, 8, 12, 14]
     text = [*range(1, 40), 1]  # 2, 3, .. follows
     for max_nodes in (4, 16, 64):
-        tree = tree_of(Sssd(None, SssdOptions(datastore_source=False), max_nodes), text)
+        tree = proposed(Sssd(None, SssdOptions(datastore_source=False), max_nodes), [text])
         assert tree.depth.max() == min(branch_of(max_nodes), max_nodes - 1)
 
 
@@ -124,10 +102,10 @@ def test_a_batch_drafts_what_its_rows_would_alone(store, monkeypatch):
     random = np.random.default_rng(0)
     texts = [random.integers(0, 10, size=n).tolist() for n in (3, 30, 1 + 1, 17, 60, 9, 21, 33, 12, 2, 44)]
     logits = torch.from_numpy(random.standard_normal((len(texts), V)).astype(np.float32))
-    together = tree_of(method, *texts, last_logits=logits)
+    together = proposed(method, texts, last_logits=logits)
     assert len(method.retrievers) == 2  # two threads took part
     for row, text in enumerate(texts):
-        alone = tree_of(Sssd(store, SssdOptions(last_logits=True), 24), text, last_logits=logits[row : row + 1])
+        alone = proposed(Sssd(store, SssdOptions(last_logits=True), 24), [text], last_logits=logits[row : row + 1])
         assert paths(together, row) == paths(alone)
 
 
