@@ -20,7 +20,7 @@ from spectrain.decoding import fingerprint, tokenizer_fingerprint
 from spectrain.decoding.loading import first_line, read_config, read_tokenizer
 from spectrain.errors import UserError
 from spectrain.methods.loading import token_methods
-from spectrain.methods.options import plain_options
+from spectrain.methods.options import build_function, check_options, plain_options
 from spectrain.methods.registry import instantiate, method_config
 from spectrain.models.artifacts import (
     CORPUS,
@@ -164,6 +164,7 @@ def lookup_export(method: dict, datastore: str | None, target: str) -> LookupExp
         store.verify()  # a copy must not spread damage
         log.info("datastore: %s", store.folder)
     # Options out of range are reported at the export, not at the start of a server.
+    check_options(build_function(method), options, name)
     given = {"datastore": str(store.folder)} if store is not None else {"datastore": None} if name == "sssd" else {}
     instantiate(method_config(name), None, options | given)
     return LookupExport(LookupFacts(name, options, vocabulary, vocab_size, store is not None), target, tokenizer, store)
