@@ -18,19 +18,22 @@ def likeliest(logits: Tensor, sharpness: Tensor, count: int) -> tuple[Tensor, Te
         tokens, shares = reference.likeliest(logits, sharpness, count)
         found, both = torch.stack([tokens.double(), shares]).cpu()
         return found.long(), both
-    tokens = torch.empty(*logits.shape[:2], count, dtype=torch.int64)
-    shares = torch.empty(tokens.shape, dtype=torch.float64)
-    _likeliest(logits.float().contiguous().numpy(), sharpness.numpy(), tokens.numpy(), shares.numpy())
-    return tokens, shares
+    tokens, shares = _empty(logits, count)
+    _likeliest(logits.float().contiguous().numpy(), sharpness.numpy(), tokens, shares)
+    return torch.from_numpy(tokens), torch.from_numpy(shares)
 
 
 def first_by_noise(probs: Tensor, keys: Tensor, names: Tensor | None, count: int) -> tuple[Tensor, Tensor]:
     """See `reference.first_by_noise`. Arguments are on the host."""
-    tokens = torch.empty(*probs.shape[:2], count, dtype=torch.int64)
-    late = torch.empty(tokens.shape, dtype=torch.float64)
+    tokens, late = _empty(probs, count)
     named = np.zeros(0, dtype=np.int64) if names is None else names.numpy()
-    _first_by_noise(probs.contiguous().numpy(), named, keys.contiguous().numpy(), tokens.numpy(), late.numpy())
-    return tokens, late
+    _first_by_noise(probs.contiguous().numpy(), named, keys.contiguous().numpy(), tokens, late)
+    return torch.from_numpy(tokens), torch.from_numpy(late)
+
+
+def _empty(values: Tensor, count: int) -> tuple[np.ndarray, np.ndarray]:
+    shape = (*values.shape[:2], count)
+    return np.empty(shape, dtype=np.int64), np.empty(shape)
 
 
 @njit(nogil=True, cache=True, fastmath=MATHS, error_model="numpy")
