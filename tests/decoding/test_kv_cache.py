@@ -1,6 +1,5 @@
 """The cache holds, row by row, what a fresh prefill of the committed tokens would hold."""
 
-import pytest
 import torch
 
 from spectrain.decoding import DraftTree, KVCache, TargetModel, generate
@@ -49,36 +48,6 @@ def test_many_random_commits_across_growth_equal_fresh_prefill(llama_target):
     assert cache.capacity >= 20
     for row, text in enumerate(texts):
         assert_row_holds(llama_target, cache, row, text)
-
-
-@pytest.mark.parametrize("freed", [0, 1, 2])
-def test_free_moves_the_last_row_into_the_place(llama_target, freed):
-    prompts = random_prompts([5, 20, 11])
-    cache = prefilled(llama_target, prompts)
-    cache.free(freed)
-    prompts[freed] = prompts[-1]
-    prompts.pop()
-    assert cache.n_rows == 2
-    for row, prompt in enumerate(prompts):
-        assert_row_holds(llama_target, cache, row, prompt)
-
-
-def test_a_new_row_joins_while_others_are_under_way(llama_target):
-    prompts = random_prompts([5, 9])
-    cache = prefilled(llama_target, prompts)
-    (new,) = random_prompts([30], seed=5)
-    llama_target.prefill(torch.tensor([new]), [30], cache, range(2, 3))
-    for row, prompt in enumerate([*prompts, new]):
-        assert_row_holds(llama_target, cache, row, prompt)
-
-
-def test_truncate_forgets_the_end(llama_target):
-    prompts = random_prompts([9, 6])
-    cache = prefilled(llama_target, prompts)
-    cache.truncate([4, 6])
-    assert_row_holds(llama_target, cache, 0, prompts[0][:4])
-    with pytest.raises(AssertionError):
-        cache.truncate([5, 6])
 
 
 def test_fill_makes_a_cache_as_if_it_had_read_the_tokens(llama_target):

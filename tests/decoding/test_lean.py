@@ -16,6 +16,7 @@ from transformers import (
 )
 
 from spectrain.decoding import DraftTree, KVCache, TargetModel
+from spectrain.decoding.loading import shorten
 from spectrain.errors import UserError
 from tests.conftest import COMMON, random_prompts, tiny_model
 from tests.decoding.reference import random_parents, tree_of
@@ -86,20 +87,33 @@ def test_texts_have_the_same_logits_and_states(model):
     torch.testing.assert_close(lean.captured, modules.captured, atol=1e-4, rtol=1e-4)
 
 
+@torch.inference_mode()
+@pytest.mark.parametrize("short", [False, True], ids=["float32", "kept in bfloat16"])
 @pytest.mark.parametrize("lengths", [[7], [23, 5, 14]], ids=str)
-def test_prefill_in_pieces_and_trees_have_the_same_logits_and_states(model, lengths):
+def test_prefill_in_pieces_and_trees_have_the_same_logits_and_states(model, lengths, short):
     generator, outputs = torch.Generator().manual_seed(0), []
+    if short:
+        model = model.to(torch.bfloat16).float()
+        model.model.rotary_emb = type(model.model.rotary_emb)(model.config)  # whose frequencies were rounded, too
+    ours = copy.deepcopy(model)
+    if short:
+        shorten(ours)
+        assert ours.dtype == torch.bfloat16
+    options = {"capture_layers": [0, 1], "prefill_chunk": 8, "keeps_hidden": True}
     prompts = [prompt + [0] * (max(lengths) - len(prompt)) for prompt in random_prompts(lengths)]
     trees = [tree_of(random_prompts([9] * len(lengths), seed=1), [random_parents(9, generator) for _ in lengths])]
     chain = torch.tensor(random_prompts([5] * len(lengths), seed=2))
     trees.append(DraftTree.chain(chain[:, 0], chain[:, 1:]))
-    for target in both(model, capture_layers=[0, 1], prefill_chunk=8, keeps_hidden=True):
+    targets = TargetModel(ours, dtype=torch.float32, **options), TargetModel(model, engine="transformers", **options)
+    for target in targets:
         cache = KVCache(len(lengths), block_tokens=4)
         found = [target.prefill(torch.tensor(prompts), lengths, cache, range(len(lengths)))]
         for tree in trees:
             found.append(target.score(tree, cache))
             cache.keep(2)
         outputs.append(found)
+    assert targets[0].dtype == torch.float32
+    torch.testing.assert_close(targets[0].unembedding, targets[1].unembedding)
     for i, (lean, modules) in enumerate(zip(*outputs, strict=True)):
         torch.testing.assert_close(lean.logits, modules.logits, atol=1e-4, rtol=1e-4)
         real = [slice(None)] * len(lengths) if i else [slice(length) for length in lengths]

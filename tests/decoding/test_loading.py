@@ -1,6 +1,7 @@
 """Loading from a folder, and one sentence for each thing that can be wrong with it."""
 
 import json
+from pathlib import Path
 
 import pytest
 import torch
@@ -14,15 +15,10 @@ from tests.decoding.test_loop import word_tokenizer
 
 
 @pytest.fixture
-def folder(tmp_path):
+def folder(tmp_path) -> Path:
     tiny_model("llama").to(torch.bfloat16).save_pretrained(tmp_path)
     word_tokenizer().save_pretrained(tmp_path)
     return tmp_path
-
-
-def edit_config(folder, **changes):
-    path = folder / "config.json"
-    path.write_text(json.dumps({**json.loads(path.read_text()), **changes}))
 
 
 def test_loaded_target_is_frozen_and_ready(folder):
@@ -43,141 +39,105 @@ def test_loading_shows_no_progress_bar_and_leaves_the_users_setting(folder, capf
     assert "Loading weights" in capfd.readouterr().err
 
 
-def no_config(folder):
-    (folder / "config.json").unlink()
+def config(**changes):
+    """Changes config.json."""
+
+    def edit(folder: Path) -> None:
+        path = folder / "config.json"
+        path.write_text(json.dumps({**json.loads(path.read_text()), **changes}))
+
+    return edit
 
 
-def no_weights(folder):
-    (folder / "model.safetensors").unlink()
+def weights(change):
+    """Changes the weights, a dict of tensors."""
+
+    def edit(folder: Path) -> None:
+        path = folder / "model.safetensors"
+        content = load_file(path)
+        change(content)
+        save_file(content, path, metadata={"format": "pt"})
+
+    return edit
 
 
-def corrupt_weights(folder):
-    path = folder / "model.safetensors"
-    path.write_bytes(path.read_bytes()[:1000])
+def file(name: str, text: str | None):
+    """Writes a file, or removes those of a pattern."""
+
+    def edit(folder: Path) -> None:
+        for path in folder.glob(name):
+            path.unlink()
+        if text is not None:
+            (folder / name).write_text(text)
+
+    return edit
 
 
-def encoder(folder):
-    edit_config(folder, model_type="t5", architectures=["T5ForConditionalGeneration"])
-
-
-def masked_language_model(folder):
+def masked_language_model(folder: Path) -> None:
     for path in folder.glob("*.json"):
         if not path.name.startswith("token"):
             path.unlink()
-    config = BertConfig(vocab_size=61, hidden_size=32, num_hidden_layers=2, num_attention_heads=4, intermediate_size=48)
-    BertForMaskedLM(config).save_pretrained(folder)
+    shape = BertConfig(vocab_size=61, hidden_size=32, num_hidden_layers=2, num_attention_heads=4, intermediate_size=48)
+    BertForMaskedLM(shape).save_pretrained(folder)
 
 
-def window(folder):
-    edit_config(folder, model_type="mistral", architectures=["MistralForCausalLM"], sliding_window=16)
-
-
-def hybrid(folder):
-    layers = ["full_attention", "linear_attention", "full_attention"]
-    edit_config(folder, model_type="qwen3_next", architectures=["Qwen3NextForCausalLM"], layer_types=layers)
-
-
-def broken_config(folder):
-    (folder / "config.json").write_text("{")
-
-
-def no_tokenizer(folder):
-    for path in folder.glob("token*"):
-        path.unlink()
-
-
-def edit_weights(folder, change):
-    path = folder / "model.safetensors"
-    weights = load_file(path)
-    change(weights)
-    save_file(weights, path, metadata={"format": "pt"})
-
-
-def lacking_weights(folder):
-    edit_weights(folder, lambda weights: [weights.pop(name) for name in list(weights) if "layers.1.mlp" in name])
-
-
-def no_number(folder):
-    edit_weights(folder, lambda weights: weights["model.norm.weight"].fill_(torch.nan))
-
-
-def fewer_layers(folder):
-    edit_config(folder, num_hidden_layers=2)
-
-
-def more_layers(folder):
-    edit_config(folder, num_hidden_layers=4)
-
-
-def other_shape(folder):
-    edit_weights(folder, lambda weights: weights.update({"model.norm.weight": torch.ones(7)}))
-
-
-def broken_generation_config(folder):
-    (folder / "generation_config.json").write_text("{")
-
-
-def foreign_config(folder):
-    edit_config(folder, model_type="own", auto_map={"AutoConfig": "own.OwnConfig"})
+def foreign_config(folder: Path) -> None:
+    config(model_type="own", auto_map={"AutoConfig": "own.OwnConfig"})(folder)
     (folder / "own.py").write_text(f"open({str(folder / 'ran')!r}, 'w')")
 
 
-def foreign_tokenizer(folder):
-    no_tokenizer(folder)
+def foreign_tokenizer(folder: Path) -> None:
+    file("token*", None)(folder)
     (folder / "tokenizer_config.json").write_text(json.dumps({"auto_map": {"AutoTokenizer": ["own.Own", None]}}))
     (folder / "own.py").write_text(f"open({str(folder / 'ran')!r}, 'w')")
 
 
-@pytest.mark.parametrize(
-    ("spoil", "reason"),
-    [
-        (lacking_weights, r"lacks weights \(model.layers.1.mlp.down_proj.weight, .*up_proj.weight\); export or fetch"),
-        (fewer_layers, r"has weights that its config.json does not name \(model.layers.2.* \.\.\.\)"),
-        (more_layers, r"lacks weights \(model.layers.3.input_layernorm.weight, .*, \.\.\.\)"),
-        (other_shape, r"has weights of other shapes than its config.json says \(model.norm.weight\)"),
-        (broken_generation_config, "generation_config.json"),
-        (foreign_config, "needs code of its own folder, which is never run"),
-        (foreign_tokenizer, "has no tokenizer that transformers can read"),
-        (no_config, "no config.json"),
-        (no_number, r"has a weight that is no number \(model.norm.weight\); export or fetch it again"),
-        (masked_language_model, "is no causal language model"),
-        (no_weights, "weight file|could not be loaded"),
-        (corrupt_weights, "missing or corrupt weight file"),
-        (encoder, "no causal language model"),
-        (window, r"sliding_attention \(sliding_window=16\)"),
-        (hybrid, "linear_attention"),
-        (broken_config, "config.json that transformers cannot read"),
-        (no_tokenizer, "no tokenizer"),
-    ],
-    ids=lambda value: getattr(value, "__name__", ""),
-)
-def test_spoilt_folder_is_named_with_the_reason(folder, spoil, reason):
+LACKING = ("model.layers.1.mlp.down_proj.weight", "model.layers.1.mlp.up_proj.weight")
+MISTRAL = {"model_type": "mistral", "architectures": ["MistralForCausalLM"], "sliding_window": 16}
+HYBRID = {"model_type": "qwen3_next", "architectures": ["Qwen3NextForCausalLM"]}
+HYBRID["layer_types"] = ["full_attention", "linear_attention", "full_attention"]
+SPOILT = {
+    "no config": (file("config.json", None), "no config.json"),
+    "broken config": (file("config.json", "{"), "config.json that transformers cannot read"),
+    "broken generation config": (file("generation_config.json", "{"), "generation_config.json"),
+    "no tokenizer": (file("token*", None), "no tokenizer"),
+    "no weights": (file("*.safetensors", None), "weight file|could not be loaded"),
+    "corrupt weights": (file("model.safetensors", "{" * 1000), "missing or corrupt weight file"),
+    "lacking weights": (
+        weights(lambda content: [content.pop(name) for name in LACKING]),
+        rf"lacks weights \({', '.join(LACKING)}\); export or fetch",
+    ),
+    "fewer layers": (
+        config(num_hidden_layers=2),
+        r"has weights that its config.json does not name \(model.layers.2.* \.\.\.\)",
+    ),
+    "other shape": (
+        weights(lambda content: content.update({"model.norm.weight": torch.ones(7)})),
+        r"has weights of other shapes than its config.json says \(model.norm.weight\)",
+    ),
+    "no number": (
+        weights(lambda content: content["model.norm.weight"].fill_(torch.nan)),
+        r"has a weight that is no number \(model.norm.weight\); export or fetch it again",
+    ),
+    "masked language model": (masked_language_model, "is no causal language model"),
+    "window": (config(**MISTRAL), r"sliding_attention \(sliding_window=16\)"),
+    "hybrid": (config(**HYBRID), "linear_attention"),
+    "foreign config": (foreign_config, "needs code of its own folder, which is never run"),
+    "foreign tokenizer": (foreign_tokenizer, "has no tokenizer that transformers can read"),
+}
+
+
+@pytest.mark.parametrize("fault", SPOILT)
+def test_spoilt_folder_is_named_with_the_reason(folder, fault):
+    spoil, reason = SPOILT[fault]
     spoil(folder)
-    with pytest.raises(UserError, match=reason) as raised:
-        load_target(folder, device="cpu")
-    assert str(folder) in str(raised.value)
-    assert "\n" not in str(raised.value)
+    for role in ("target", "draft model"):
+        with pytest.raises(UserError, match=reason) as raised:
+            load_target(folder, device="cpu", role=role)
+        assert str(raised.value).startswith(role)
+        assert str(folder) in str(raised.value)
+        assert "\n" not in str(raised.value)
     assert not (folder / "ran").exists()  # code of the folder
-
-
-@pytest.mark.parametrize("spoil", [no_number, broken_config, no_tokenizer, no_config, masked_language_model])
-def test_a_draft_model_is_called_one(folder, spoil):
-    spoil(folder)
-    with pytest.raises(UserError) as raised:
-        load_target(folder, device="cpu", role="draft model")
-    assert str(raised.value).startswith("draft model ")
-    assert "target" not in str(raised.value)
-
-
-def test_tied_weights_are_complete(tmp_path):
-    tiny_model("llama", tie_word_embeddings=True).save_pretrained(tmp_path)
-    word_tokenizer().save_pretrained(tmp_path)
-    assert load_target(tmp_path, device="cpu").vocab_size == 61
-
-
-def test_missing_folder():
-    with pytest.raises(UserError, match="does not exist"):
-        load_target("./no/such/folder")
 
 
 def test_hub_id_without_a_network(monkeypatch):

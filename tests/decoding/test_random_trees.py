@@ -45,9 +45,21 @@ def test_geometry_equals_following_the_pointers(tree):
         assert torch.equal(tree.ancestors[row, :size, :size], expected)
         assert not tree.ancestors[row, :size, size:].any()
         assert tree.depth[row, :size].tolist() == (expected.sum(-1) - 1).tolist()
+        path = tree.path_to(torch.full((tree.shape[0],), size - 1))[row]
+        assert path[path >= 0].tolist() == expected[size - 1].nonzero()[:, 0].tolist()
     deepest = int(tree.depth.max())
     known = DraftTree(tree.tokens, tree.parents, tree.source, probe=tree.probe, max_depth=deepest)
     assert torch.equal(known.ancestors, tree.ancestors)
+
+
+def test_a_chain_knows_what_the_general_form_computes():
+    chain = DraftTree.chain(torch.tensor([5, 6]), torch.tensor([[1, 2, 3], [4, 0, 0]]), torch.tensor([3, 1]))
+    general = DraftTree(chain.tokens, chain.parents, chain.source)
+    assert chain.parents.tolist() == [[-1, 0, 1, 2], [-1, 0, -2, -2]]
+    assert torch.equal(chain.depth, general.depth)
+    assert torch.equal(chain.ancestors[chain.valid], general.ancestors[general.valid])
+    for node in range(2):
+        assert torch.equal(chain.path_to(torch.tensor([node] * 2)), general.path_to(torch.tensor([node] * 2)))
 
 
 def slow_walk(tree: DraftTree, row: int, next_token) -> tuple[list[int], int]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import logging
 from pathlib import Path
 
@@ -10,10 +9,10 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
-from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers import AutoModelForCausalLM
 
-from spectrain.decoding import KVCache, TargetModel, fingerprint, generate, lean, weights
-from spectrain.decoding.loading import load_target, shorten
+from spectrain.decoding import TargetModel, fingerprint, generate, weights
+from spectrain.decoding.loading import load_target
 from spectrain.decoding.weights import Int8Linear, RowsLinear, draft_dtype_of, for_drafting
 from spectrain.errors import UserError
 from spectrain.kernels import fits, product, works
@@ -22,8 +21,6 @@ from spectrain.measure.baselines import own_model
 from spectrain.methods.autoregressive import Autoregressive
 from spectrain.methods.speculative import Speculative
 from tests.conftest import noisy_copy, random_prompts, tiny_model
-from tests.decoding.reference import random_parents, tree_of
-from tests.decoding.test_lean import MODELS
 from tests.decoding.test_loop import word_tokenizer
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
@@ -33,11 +30,6 @@ DTYPES = [torch.float32, torch.bfloat16, torch.int8]
 def matrix(n_out: int, n_in: int, dtype: torch.dtype) -> torch.Tensor:
     drawn = torch.randn(n_out, n_in, generator=torch.Generator().manual_seed(n_out))
     return (20 * drawn).round().clamp(-127, 127).to(dtype) if dtype == torch.int8 else drawn.to(dtype)
-
-
-@pytest.fixture(params=MODELS)
-def model(request) -> PreTrainedModel:
-    return MODELS[request.param]()
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -107,27 +99,15 @@ def test_matrices_that_the_kernel_does_not_take_go_through_torch():
         )
 
 
-@pytest.mark.parametrize("outruns", [True, False])
-def test_where_the_kernel_is_always_faster_it_takes_any_number_of_rows(monkeypatch, outruns):
-    multiplied = []
-    for module in (weights, lean):
-        monkeypatch.setattr(module, "outruns_torch", lambda: outruns)
-    monkeypatch.setattr(weights, "product", lambda x, *rest: multiplied.append(len(x)) or product(x, *rest))
+@pytest.mark.parametrize("layer", [RowsLinear, weights.TextLinear])
+def test_where_the_kernel_is_always_faster_no_state_of_a_text_depends_on_its_neighbours(layer, monkeypatch):
+    monkeypatch.setattr(weights, "outruns_torch", lambda: True)
     weights.most_rows.cache_clear()
     try:
         linear, x = nn.Linear(32, 40).requires_grad_(False), torch.randn(90, 32)
-        expected = {(RowsLinear, 3): True, (RowsLinear, 90): outruns}
-        for (layer, n), by_kernel in {**expected, **{(weights.TextLinear, n): outruns for n in (3, 90)}}.items():
-            multiplied.clear()
-            torch.testing.assert_close(layer(linear)(x[:n]), linear(x[:n]), rtol=1e-4, atol=1e-5)
-            assert multiplied == [n] * by_kernel, layer
-        if outruns:  # no text's states depend on what is computed beside it, to the last bit
-            whole = weights.TextLinear(linear)
-            assert all(torch.equal(whole(x[n : n + 7]), whole(x)[n : n + 7]) for n in range(0, 80, 9))
-        multiplied.clear()
-        with torch.no_grad():
-            TargetModel(tiny_model("llama")).forward(torch.ones(2, 9, dtype=torch.long))
-        assert (sorted(set(multiplied)) == [18]) == outruns
+        whole = layer(linear)(x)
+        torch.testing.assert_close(whole, linear(x), rtol=1e-4, atol=1e-5)
+        assert all(torch.equal(layer(linear)(x[n : n + 7]), whole[n : n + 7]) for n in range(0, 80, 9))
     finally:
         weights.most_rows.cache_clear()
 
@@ -137,29 +117,6 @@ def test_gradients_of_inputs_pass():
     x = torch.randn(3, 32, requires_grad=True)
     RowsLinear(linear)(x).sum().backward()
     torch.testing.assert_close(x.grad, linear.weight.sum(0).expand(3, -1))
-
-
-@torch.inference_mode()
-@pytest.mark.parametrize("lengths", [[7], [23, 5, 14]], ids=str)
-def test_weights_kept_in_bfloat16_have_the_float32_logits_of_transformers(model, lengths):
-    model = model.to(torch.bfloat16).float()
-    model.model.rotary_emb = type(model.model.rotary_emb)(model.config)  # whose frequencies were rounded, too
-    draws, outputs = torch.Generator().manual_seed(0), []
-    prompts = torch.tensor([prompt + [0] * (max(lengths) - len(prompt)) for prompt in random_prompts(lengths)])
-    tree = tree_of(random_prompts([9] * len(lengths), seed=1), [random_parents(9, draws) for _ in lengths])
-    options = {"capture_layers": [0, 2], "prefill_chunk": 8, "keeps_hidden": True}
-    short = copy.deepcopy(model)
-    shorten(short)
-    assert short.dtype == torch.bfloat16
-    targets = TargetModel(short, dtype=torch.float32, **options), TargetModel(model, engine="transformers", **options)
-    for target in targets:
-        cache = KVCache(len(lengths), block_tokens=4)
-        first = target.prefill(prompts, lengths, cache, range(len(lengths)))
-        second = target.score(tree, cache)
-        outputs.append((first.logits, second.logits, second.captured, second.hidden, target.unembedding))
-    assert targets[0].dtype == torch.float32
-    for ours, theirs in zip(*outputs, strict=True):
-        torch.testing.assert_close(ours, theirs, atol=1e-4, rtol=1e-4)
 
 
 @pytest.mark.parametrize("exact", [True, False])

@@ -5,26 +5,7 @@ import math
 import numpy as np
 import pytest
 
-from spectrain.decoding import Generation
 from spectrain.measure import statistics as metrics
-
-
-def generation(n_tokens: int, forwards: int, decode_s: float = 1.0, prefill_s: float = 0.0) -> Generation:
-    times = {"draft": 0.25 * decode_s, "forward": 0.75 * decode_s, "verify": 0.0, "commit": 0.0, "other": 0.0}
-    return Generation(
-        tokens=[0] * n_tokens,
-        finish_reason="length",
-        target_forwards=forwards,
-        accepted=[0] * forwards,
-        drafted=[0] * forwards,
-        drafted_by_source=[0] * 7,
-        steps_by_depth=[],
-        retrieval_hits=0,
-        sources=[0] * n_tokens,
-        elapsed_s=decode_s + prefill_s,
-        prefill_s=prefill_s,
-        time_s=times,
-    )
 
 
 def test_acceptance_length_pools_steps():
@@ -55,17 +36,6 @@ def test_interval_covers_the_truth_about_as_often_as_it_says():
         estimate = metrics.acceptance_length(emitted, [20] * 40, n_resamples=300, seed=trial)
         covered += estimate.low <= 3.0 <= estimate.high
     assert 0.88 <= covered / 200 <= 0.99
-
-
-def test_the_seconds_of_a_question_hold_its_prefill():
-    pair = [generation(10, 9, decode_s=0.5, prefill_s=0.5), generation(30, 9, decode_s=1.0)]
-    assert [metrics.decode_s(one) for one in pair] == [1.0, 1.0]
-
-
-def test_time_shares_add_up_to_one():
-    shares = metrics.time_share([generation(10, 9, decode_s=s).time_s for s in (2.0, 6.0)])
-    assert shares["draft"] == pytest.approx(0.25)
-    assert sum(shares.values()) == pytest.approx(1.0)
 
 
 def test_median_of_equal_measurements_has_no_spread_and_of_others_lies_within_them():
