@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from spectrain.decoding.noise import SharedNoise
-from spectrain.decoding.sampling import RowSampling, Sampling, Uniforms, likeliest, sampling_of
+from spectrain.decoding.sampling import RowSampling, Sampling, Uniforms, argmax, sampling_of
 from spectrain.decoding.transfer import to_device, without
 
 if TYPE_CHECKING:
@@ -120,7 +120,7 @@ class Context:
         """Draw the first tokens [R] int64 of new rows, which stand at the end, from logits [R, V]."""
         sampling = sampling_of(self._samplings[rows.start :])
         if sampling.greedy:
-            return likeliest(logits)
+            return argmax(logits)
         new = torch.arange(self.n_rows, device=self.device) >= rows.start
         return sampling.draw(logits, self.uniforms.take(1, new)[rows.start :, 0])[0]
 

@@ -106,7 +106,7 @@ class Sampling:
         The numbers [B] are float32 in [0, 1) of `Uniforms`, or int64 of `SharedNoise`. Returns the tokens [B] int64,
         and the probabilities [B, V] they were drawn from (None when greedy).
         """
-        return (likeliest(logits), None) if self.greedy else _drawn(self, logits, uniforms)
+        return (argmax(logits), None) if self.greedy else _drawn(self, logits, uniforms)
 
 
 class RowSampling:
@@ -156,7 +156,7 @@ def sampling_of(rows: Sequence[Sampling]) -> Sampling | RowSampling:
     return rows[0] if all(row == rows[0] for row in rows) else RowSampling(rows)
 
 
-def likeliest(logits: Tensor) -> Tensor:
+def argmax(logits: Tensor) -> Tensor:
     """Return the likeliest tokens [...] int64 of logits [..., V]: of equal ones the first."""
     if logits.device.type == "cpu" and logits.dtype == torch.float32 and logits.numel():
         return torch.from_numpy(np.asarray(logits.detach().numpy().argmax(-1)))  # twenty times as fast as torch's

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from spectrain import kernels
 from spectrain.decoding.noise import SharedNoise
-from spectrain.decoding.sampling import RowSampling, Sampling, Uniforms, draw_token, likeliest
+from spectrain.decoding.sampling import RowSampling, Sampling, Uniforms, argmax, draw_token
 from spectrain.decoding.tree import DraftTree
 from spectrain.errors import check_choice
 from spectrain.kernels import Graphs
@@ -73,7 +73,7 @@ def verify(
     if graphs is not None and tree.is_chain and has_rule and logits.numel() <= MOST_REPLAYED:
         return _replayed(graphs, tree, logits, sampling, uniforms, verification)
     if sampling.greedy:
-        return _verify_greedy(tree, likeliest(logits) if best is None else best)
+        return _verify_greedy(tree, argmax(logits) if best is None else best)
     assert tree.probs is None or tree.is_chain, "drafts that were drawn from q are chains; branching is deterministic"
     if kernels.reads(logits):
         by_block = verification == "block"
@@ -106,7 +106,7 @@ def _replayed(
     ) -> tuple[Tensor, Tensor, Tensor]:
         chain = DraftTree(tokens, parents, source=parents, probs=probs, is_chain=True)
         if sampling.greedy:
-            found = _verify_greedy(chain, likeliest(logits))
+            found = _verify_greedy(chain, argmax(logits))
         elif probs is None:  # there is no draft
             zeros = torch.zeros_like(tokens)
             found = Verified(zeros, zeros[:, 0], sampling.draw(logits[:, 0], numbers[:, 0])[0])
