@@ -261,10 +261,7 @@ def test_how_many_tokens_are_drafted_where_nobody_says(monkeypatch):
     assert len(Spire(drafter, draft_vocab=30).fitted(target).kept) == 30
     target, whole = make(**INPUTS[0])
     assert Spire(whole, draft_vocab="auto").fitted(target).kept is None
-    drafter.kept.copy_(drafter.kept.sort().values)  # an older export, which does not say which ones are frequent
-    assert len(Spire(drafter, draft_vocab="auto").fitted(target).kept) == 30
     for one, n, why in (
-        (drafter, 9, "draft_vocab=9 needs a drafter that was trained with draft_vocab=N"),
         (whole, 9, "draft_vocab=9 needs a drafter"),
         (drafter, 31, "draft_vocab=31 must be at most 30"),
         (whole, 0, "draft_vocab=0 must be"),
