@@ -240,7 +240,7 @@ _PlainYaml.add_implicit_resolver(
 
 
 def read_yaml(file: Path) -> object:
-    """Read a YAML file as plain values; 1e-3 is a number, as it is for Hydra. Raises ValueError where it is none."""
+    """Read a YAML file as plain values. Raises ValueError where it is none."""
     try:
         return yaml.load(file.read_text(encoding="utf-8"), Loader=_PlainYaml)
     except yaml.YAMLError as error:
