@@ -12,12 +12,12 @@ import os
 import signal
 import sys
 import tempfile
-import threading
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
+from filelock import FileLock
 from lightning.pytorch.utilities import rank_zero_only
 from transformers import (
     AutoTokenizer,
@@ -33,8 +33,9 @@ from transformers import (
 )
 
 from spectrain import cli
-from spectrain.decoding import TargetModel, tokenizer_fingerprint
+from spectrain.decoding import Sampling, TargetModel, generate, tokenizer_fingerprint
 from spectrain.methods import seconds as seconds_table
+from spectrain.methods.speculative import Speculative
 from spectrain.retrieval.calibration import calibrate
 from spectrain.retrieval.datastore import Datastore, Manifest, write_manifest, write_shard
 from spectrain.retrieval.fusion import RetrievalOptions, Retriever
@@ -88,8 +89,14 @@ def random_prompts(lengths: list[int], seed: int = 0) -> list[list[int]]:
     return [torch.randint(4, VOCAB_SIZE, (length,), generator=generator).tolist() for length in lengths]
 
 
+def compile_operations() -> None:
+    """What every forward, draw and verification runs."""
+    drafter = Speculative(TargetModel(tiny_model()))
+    generate(TargetModel(tiny_model()), drafter, [[4, 5, 6]], 6, Sampling(temperature=1.0, top_k=5))
+
+
 def compile_lookups() -> None:
-    """Compile what lookups run, for a datastore of one shard, into numba's cache beside the sources."""
+    """What searches a datastore, for one of one shard."""
     with tempfile.TemporaryDirectory() as folder:
         shard = write_shard(Path(folder), 0, [np.arange(8)], VOCAB_SIZE)
         write_manifest(Path(folder), Manifest("", "", "", VOCAB_SIZE, 1, 8, [shard]))
@@ -98,19 +105,42 @@ def compile_lookups() -> None:
         calibrate([([1, 2, 1], [2, 1, 2])], retriever, 2, 2)
 
 
-def pytest_configure(config: pytest.Config) -> None:
-    """With several processes (-n 2), give each one thread, and compile lookups once for all of them.
+def compile_trees() -> None:
+    """What drafts trees of several sources."""
+    from tests.methods.every import Artifacts, build
 
-    Each worker would compile them otherwise, and so would each command that tests start. Here they are compiled while
-    the workers start. A shell makes background processes ignore Ctrl-C, which tests send to their own processes.
+    with tempfile.TemporaryDirectory() as folder:
+        artifacts = Artifacts(Path(folder), tiny_model(), tiny_model, lambda: [range(4, 20)], k=3)
+        generate(artifacts.target, build("spire_sssd", artifacts), [[4, 5, 6]], 6)
+
+
+@pytest.fixture(autouse=True, scope="session")
+def _compiled(tmp_path_factory):
+    """Compile into numba's cache, beside the sources, what several test processes (-n 2) need: each part in one."""
+    parts, worker = [compile_operations, compile_trees, compile_lookups], os.environ.get("PYTEST_XDIST_WORKER")
+    for part in {None: [], "gw0": parts}.get(worker, parts[::-1]):
+        with FileLock(tmp_path_factory.getbasetemp().parent / f"{part.__name__}.lock"):
+            part()
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Give each of several processes (-n 2) one thread.
+
+    A shell makes background processes ignore Ctrl-C, which tests send to their own processes.
     """
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)
     if hasattr(config, "workerinput"):
         torch.set_num_threads(1)
         os.environ.setdefault("OMP_NUM_THREADS", "1")
-    elif getattr(config.option, "numprocesses", None):
-        threading.Thread(target=compile_lookups).start()
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log):
+    """Keep the tests of a file in one process, so that what they share is made once."""
+    from xdist.scheduler import LoadFileScheduling
+
+    return LoadFileScheduling(config, log)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -171,6 +201,12 @@ def _no_rank_is_left():
     rank_zero_only.rank = 0
 
 
+# Options that make a training, and what it measures of itself, take a second.
+SMALL_TRAINING = (
+    *("data.row_tokens=64", "data.batch_size=2", "data.val_rows=2", "trainer.precision=32-true", "max_steps=2"),
+    *("tau.context_tokens=[16]", "tau.contexts=2", "tau.new_tokens=4", "tau.timed_contexts=1"),
+    *("select.contexts=2", "select.new_tokens=6"),
+)
 TEXT = (
     'def read_{0}(path):\n    """Reads {0}."""\n    with open(path) as file:\n        return file.read() + "{0}"\n\n\n'
 )

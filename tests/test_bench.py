@@ -22,7 +22,6 @@ from spectrain.measure.questions import STDLIB_CHARACTERS, read_questions
 from spectrain.methods.folders import artifact_kinds
 from spectrain.methods.registry import build_methods, method_config, method_configs, method_names
 from spectrain.stores.folder import locked
-from spectrain.stores.prompts import conversation_ids
 from spectrain.stores.texts import STDLIB_HELD_OUT, is_held_out
 from tests.methods.lookup_export import lookup_facts
 
@@ -80,10 +79,6 @@ def test_all_methods_are_measured_side_by_side_and_lossless(run, asked):
         assert word in out
 
 
-def test_every_method_of_the_project_is_known_to_the_bench():
-    assert set(method_configs(bench_options())) == set(method_names())
-
-
 @pytest.mark.parametrize("batch_size", [1, 2])
 def test_methods_of_datastores_are_lossless_and_say_what_they_took(run, asked, stored, batch_size):
     code, _, err = run(
@@ -134,18 +129,30 @@ def test_an_exported_folder_is_measured_with_its_own_options(run, asked, tmp_pat
     assert json.loads((Path("b") / "results.json").read_text())["methods"]["own"]["max_nodes"] == 4
 
 
-def test_an_interrupted_run_goes_on_and_a_finished_one_is_refused(run, asked):
-    command = ("bench", asked, "out=b", "methods=[pld,auto]", "max_new_tokens=6")
-    assert run(*command)[0] == 0
+def test_an_interrupted_run_goes_on_and_a_finished_one_is_refused(run, asked, monkeypatch):
+    command, groups = ("bench", asked, "out=b", "methods=[pld,auto]", "max_new_tokens=6"), Benchmark.groups
+
+    def interrupted(self, done):
+        for n, rows in enumerate(groups(self, done)):
+            if n == 4:
+                raise KeyboardInterrupt
+            yield rows
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Benchmark, "groups", interrupted)
+        code, _, err = run(*command)
+    assert code == 130
+    assert "interrupted; run the same command to resume in b" in err
+    assert not (Path("b") / "results.json").exists()
     before = question_rows("b")
     lines = (Path("b") / "questions.jsonl").read_text().splitlines(keepends=True)
     (Path("b") / "questions.jsonl").write_text("".join(lines[:3]) + lines[3][:40])  # killed while it wrote
-    (Path("b") / "results.json").unlink()
     code, _, err = run(*command)
     assert code == 0, err
     after = question_rows("b")
+    assert (len(before), len(after)) == (4, 9)
     assert after[:3] == before[:3]  # times included: they were not measured again
-    assert {(r["question_id"], r["method"]) for r in after} == {(r["question_id"], r["method"]) for r in before}
+    assert len({(r["question_id"], r["method"]) for r in after}) == 9
     for name in ("pld", "auto"):  # which methods drafted is told of all rows, not only of those of the last run
         rows = [row for row in after if row["method"] == name]
         steps = sum(row["target_forwards"] for row in rows)
@@ -178,27 +185,6 @@ def test_without_a_prompt_file_held_out_modules_are_continued():
     assert {question.category for question in questions} == {"stdlib"}
     assert all(is_held_out(q.id, STDLIB_HELD_OUT) for q in questions)
     assert {len(turn) for question in questions for turn in question.turns} == {STDLIB_CHARACTERS}
-
-
-def test_sampled_lookups_write_what_autoregressive_decoding_samples(run, tmp_path):
-    rows = [{"question_id": i, "category": c, "turns": ["def f(x):", "class A:"]} for i, c in enumerate("aab")]
-    asked = write(tmp_path, *rows)
-    code, _, err = run(
-        *("bench", asked, "out=b", "methods=[pld,logitspec,lookahead]", "sampling=t1", "batch_size=2"),
-        *("max_new_tokens=10", "max_nodes=12"),
-    )
-    assert code == 0, err
-    replies = {}
-    for row in question_rows("b"):
-        assert row["turns"] == 2
-        replies.setdefault(row["question_id"], []).append(row["replies"])
-    for question in replies.values():
-        assert len(question) == 4
-        assert all(reply == question[0] for reply in question)
-    found = results("b")
-    assert found["methods"]["pld"]["lossless"] is None
-    assert set(found["methods"]["pld"]["by_category"]) == {"a", "b"}
-    assert all(max(row["drafted"]) <= 11 for row in question_rows("b"))
 
 
 def test_variants_have_names_and_options_of_their_own(run, asked):
@@ -259,26 +245,6 @@ def test_a_run_without_any_answer_is_not_finished(run, tmp_path):
     assert not (Path("b") / "results.json").exists()
 
 
-def test_ctrl_c_keeps_what_is_measured(run, asked, monkeypatch):
-    groups = Benchmark.groups
-
-    def interrupted(self, done):
-        for n, rows in enumerate(groups(self, done)):
-            if n == 3 and not done:
-                raise KeyboardInterrupt
-            yield rows
-
-    monkeypatch.setattr(Benchmark, "groups", interrupted)
-    command = ("bench", asked, "out=b", "methods=[pld]", "max_new_tokens=6")
-    code, _, err = run(*command)
-    assert code == 130
-    assert "interrupted; run the same command to resume in b" in err
-    assert len(question_rows("b")) == 3
-    assert not (Path("b") / "results.json").exists()
-    assert run(*command)[0] == 0
-    assert len(question_rows("b")) == 6
-
-
 @pytest.mark.parametrize(
     ("arguments", "reason"),
     [
@@ -286,7 +252,6 @@ def test_ctrl_c_keeps_what_is_measured(run, asked, monkeypatch):
         (["methods=[spire]"], "holds no spire drafter"),
         (["methods=[pld]", "+variants.pld={matches: latest}"], "variants.pld.matches is not an option of pld"),
         (["methods=[pld]", "+variants.x={method: y}", "methods=[x]"], "variants.x has method=y, which is unknown"),
-        (["methods=[pld]", "max_nodes=1"], "max_nodes=1"),
         (["peers=[vllm]"], "peers=vllm is unknown; choose among hf_generate"),
         (["peers=[hf_generate]", "batch_size=4"], "give batch_size=1"),
         (["methods=[pld]", "method=pld"], "method= measures one method with its options, methods= several"),
@@ -295,9 +260,6 @@ def test_ctrl_c_keeps_what_is_measured(run, asked, monkeypatch):
             "variants.autoregressive has the name of what others are compared",
         ),
         (["methods=all", "max_nodes=4"], "lookahead: max_nodes=4"),
-        (["chat=true"], "has no chat template"),
-        (["prompts=nowhere.jsonl"], "nowhere.jsonl"),
-        (["drafter=nowhere", "methods=[speculative]"], "nowhere"),
         (["drafter=nowhere", "methods=[pld]"], "drafter=nowhere is a vanilla drafter, which none of the methods takes"),
         (["peers=[hf_assisted]", "methods=[pld]"], "holds no vanilla drafter"),
         (["methods=[rest]"], "holds no datastore for this target"),
@@ -323,33 +285,8 @@ def prepare(target: TargetModel, options: Bench) -> None:
     """What the command does before it measures."""
     bench.check(options)
     methods = method_configs(options, reserved=BASELINES)
-    read_questions(options.prompts, options.limit)
-    conversation_ids(target.tokenizer, ["x"], [], options.chat)
     drafters, _ = build_methods(options, methods, target, Sampling(**vars(options.sampling)))
     bench.build_baselines(options, target, drafters)
-
-
-@pytest.mark.parametrize(
-    ("argument", "reason"),
-    [
-        ("methods=[pld,nothing]", "methods=nothing is unknown; choose among"),  # before the target is opened
-        ("methods=[spire]", "holds no spire drafter"),  # with the target
-    ],
-)
-def test_a_wrong_request_is_one_sentence(run, asked, argument, reason):
-    code, _, err = run("bench", asked, "out=b", argument)
-    assert code == 2
-    assert reason in err
-    assert len(err.strip().splitlines()) == 1
-    assert not Path("b").exists()
-
-
-def test_a_malformed_prompt_file_is_named_by_line_and_key(run, tmp_path):
-    asked = write(tmp_path, {"task_id": "a", "prompt": "x"}, {"task_id": "b"})
-    code, _, err = run("bench", asked, "methods=[pld]")
-    assert code == 2
-    assert "line 2" in err
-    assert "prompt" in err
 
 
 def test_a_folder_in_use_is_refused_and_left_alone(run, asked):
@@ -361,7 +298,7 @@ def test_a_folder_in_use_is_refused_and_left_alone(run, asked):
 
 def test_every_method_is_lossless_as_users_get_it_and_with_the_nodes_of_its_paper(run, asked):
     methods = "methods=[pld,logitspec,spectra_core,lookahead,magicdec]"
-    for out, nodes, expected in (("a", "null", "auto"), ("b", "paper", 11), ("c", "9", 9)):
+    for out, nodes, expected in (("a", "null", "auto"), ("b", "paper", 11)):
         code, _, err = run(
             "bench", asked, f"out={out}", methods, f"max_nodes={nodes}", "max_new_tokens=24", "batch_size=2"
         )
@@ -369,5 +306,5 @@ def test_every_method_is_lossless_as_users_get_it_and_with_the_nodes_of_its_pape
         found = results(out)["methods"]
         assert all(one["lossless"] for one in found.values())
         assert found["pld"]["max_nodes"] == expected
-        assert found["magicdec"]["max_nodes"] == ("auto" if nodes != "paper" else 5)
+        assert found["magicdec"]["max_nodes"] == ("auto" if nodes == "null" else 5)
         assert found["autoregressive"]["max_nodes"] is None

@@ -22,16 +22,12 @@ from spectrain.cli import run as run_command
 from spectrain.decoding import generate, load_target
 from spectrain.methods.loading import open_export
 from spectrain.training.checkpoints import BestFolder
+from tests.conftest import SMALL_TRAINING
 
 KINDS = {
     "spire": [],
     "vanilla": [],
-    "target": [
-        "model.vocab_size=300",
-        "model.hidden_size=32",
-        "model.intermediate_size=48",
-        "model.num_hidden_layers=2",
-    ],
+    "target": [f"model.{size}" for size in ("vocab_size=300", "hidden_size=32", "num_hidden_layers=2")],
 }
 PROMPT = "def read_config_3(path):"
 ALLOWED = (".safetensors", ".json", ".jinja", ".md")  # what an export of a run may hold
@@ -44,23 +40,8 @@ def trained(shared, tmp_path_factory) -> Path:
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(folder)
         for kind, options in KINDS.items():
-            arguments = [
-                f"+exp={kind}",
-                f"target={shared / 'target'}",
-                f"corpus={shared / 'corpus'}",
-                "data.row_tokens=64",
-                "data.batch_size=2",
-                "data.val_rows=2",
-                "max_steps=2",
-                "select.every=0",
-                "tau.context_tokens=[16]",
-                "tau.contexts=2",
-                "tau.new_tokens=4",
-                "tau.timed_contexts=1",
-                f"run_dir={kind}",
-                f"out={kind}-exported",
-                *options,
-            ]
+            data = (f"target={shared / 'target'}", f"corpus={shared / 'corpus'}", "select.every=0")
+            arguments = [f"+exp={kind}", *data, *SMALL_TRAINING, f"run_dir={kind}", f"out={kind}-exported", *options]
             patch.setattr(sys, "argv", ["spectrain.train", *arguments])
             run_command("spectrain.train")
     return folder
@@ -90,6 +71,9 @@ def test_a_run_is_exported_as_training_exported_it(trained, kind, tmp_path, type
         manifest = json.loads((out / "spectrain.json").read_text())
         assert manifest["kind"] == kind
         assert manifest["trained"] == json.loads((trained / kind / "result.json").read_text())
+    else:
+        assert AutoModelForCausalLM.from_pretrained(out).dtype == torch.bfloat16
+        assert len(AutoTokenizer.from_pretrained(out)) == 300
 
 
 def test_a_drafter_is_exported_in_the_dtype_that_is_asked_for(trained, tmp_path, typed):
