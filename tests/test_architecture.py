@@ -13,7 +13,15 @@ DATA_COMMANDS = {"responses", "activations", "acceptance", "datastore", "target"
 # Each room imports only those that stand before it, and the leaves.
 ROOMS = ["kernels", "decoding", "stores", "retrieval", "models", "methods", "training", "measure", "serving"]
 LEAVES = ["errors", "config"]
-SEES_HYDRA = {"cli", "config", "methods.registry", "methods.loading", "methods.options", "training.runs", "training.fit"}
+SEES_HYDRA = {
+    "cli",
+    "config",
+    "methods.registry",
+    "methods.loading",
+    "methods.options",
+    "training.runs",
+    "training.fit",
+}
 PICKLES = {"pickle", "cPickle", "dill", "joblib", "cloudpickle"}
 
 
