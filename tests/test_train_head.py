@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import shutil
 import signal
 import sys
+from contextlib import redirect_stdout
 from pathlib import Path
 
 import pytest
@@ -44,24 +46,40 @@ def made(shared, tmp_path_factory) -> Path:
 
 @pytest.fixture
 def small(made) -> list[str]:
+    return options(made)
+
+
+def options(made: Path) -> list[str]:
     return [
         *("+exp=specdecpp", f"responses={made / 'responses'}", f"drafter={made / 'vanilla'}", "held_out_share=0.3"),
         *("data.batch_size=4", "epochs=2"),
     ]
 
 
-def test_a_head_is_trained_exported_and_used(run, typed, small, made):
-    code, out, err = run("train", *small)
-    assert code == 0, err
+@pytest.fixture(scope="module")
+def trained(made, shared, tmp_path_factory) -> Path:
+    """A folder with a finished run `runs/head`, its export `checkpoints/head` and what it printed, `printed`."""
+    folder, printed = tmp_path_factory.mktemp("trained"), io.StringIO()
+    arguments = [f"target={shared / 'target'}", *options(made), "run_dir=runs/head", "out=checkpoints/head"]
+    with pytest.MonkeyPatch.context() as patch, redirect_stdout(printed):
+        patch.chdir(folder)
+        patch.setattr(sys, "argv", ["spectrain.train", *arguments])
+        run_command("spectrain.train")
+    (folder / "printed").write_text(printed.getvalue())
+    return folder
+
+
+def test_a_head_is_trained_and_used(run, trained, tmp_path, monkeypatch):
+    monkeypatch.chdir(trained)
+    folder, out = Path("checkpoints/head"), Path("printed").read_text()
     assert "KL of labels and predictions" in out
-    (folder,) = Path("checkpoints").iterdir()
     assert "warped for temperature 0.8, top_k 40" in " ".join(out.split())
     names = {f.name for f in folder.iterdir()}
     assert names >= {"model.safetensors", "config.json", "spectrain.json", "tokenizer.json", "README.md", "drafter"}
     facts = json.loads((folder / "config.json").read_text())
     assert facts["sampling"] == {**RESPONSES_SAMPLING, "draws": "inverse"}
     assert facts["drafter"]["kind"] == "vanilla"
-    run_folder = Path("runs") / folder.name
+    run_folder = Path("runs/head")
     assert (run_folder / "calibration.png").stat().st_size > 5000
     result = json.loads((run_folder / "result.json").read_text())
     assert result["metrics"].keys() >= {"eval/loss", "eval/kl_binary", "eval/calibration_error", "eval/label"}
@@ -83,18 +101,28 @@ def test_a_head_is_trained_exported_and_used(run, typed, small, made):
     assert code == 0, err
     assert "was trained for temperature 0.8, top_k 40 and is used for greedy" in err
 
-    Path("asked.jsonl").write_text(json.dumps({"prompt": "def read_config(path):"}) + "\n")
-    code, out, err = run("bench", "methods=[specdecpp]", "prompts=asked.jsonl", "max_new_tokens=6", "out=b")
+    asked = tmp_path / "asked.jsonl"
+    asked.write_text(json.dumps({"prompt": "def read_config(path):"}) + "\n")
+    code, out, err = run("bench", "methods=[specdecpp]", f"prompts={asked}", "max_new_tokens=6", f"out={tmp_path}/b")
     assert code == 0, err
-    measured = json.loads(Path("b/results.json").read_text())["methods"]["specdecpp"]
+    measured = json.loads((tmp_path / "b/results.json").read_text())["methods"]["specdecpp"]
     assert measured["lossless"]
     assert "is used for greedy" in measured["warning"]
-    assert "is used for greedy" in Path("b/report.html").read_text()
+    assert "is used for greedy" in (tmp_path / "b/report.html").read_text()
 
 
-def test_a_head_finds_the_drafter_that_it_brings_along(run, made, shared):
-    export_head(Path("moved"), load_target(shared / "target"), made / "vanilla")
-    shutil.copytree(made / "vanilla", "moved/drafter")
+def test_a_head_is_exported_from_its_run_as_training_exported_it(trained, typed, tmp_path):
+    assert typed("export", f"run={trained}/runs/head", f"out={tmp_path}/again")[0] == 0
+    exported, again = trained / "checkpoints/head", tmp_path / "again"
+    names = {str(file.relative_to(exported)) for file in exported.rglob("*") if file.is_file()}
+    assert names == {str(file.relative_to(again)) for file in again.rglob("*") if file.is_file()}
+    assert {"drafter/model.safetensors", "drafter/spectrain.json", "README.md"} <= names
+    for name in names - {"README.md"}:  # the cards differ in their own folders' names
+        assert (again / name).read_bytes() == (exported / name).read_bytes(), name
+
+
+def test_a_head_finds_the_drafter_that_it_brings_along(run, trained):
+    shutil.copytree(trained / "checkpoints/head", "moved")
     facts = json.loads(Path("moved/config.json").read_text())
     facts["drafter"]["path"] = "gone"
     Path("moved/config.json").write_text(json.dumps(facts))
@@ -107,13 +135,14 @@ def test_a_head_finds_the_drafter_that_it_brings_along(run, made, shared):
     assert "holds no vanilla drafter for this target" in err
 
 
-def test_an_interrupted_run_goes_on_exactly_by_the_same_command(run, small, monkeypatch):
+def test_an_interrupted_run_from_a_store_goes_on_exactly_by_the_same_command(run, small, made, monkeypatch):
     class Interrupt(Callback):
         def on_before_optimizer_step(self, trainer, module, optimizer):
             if trainer.global_step == 5:
                 os.kill(os.getpid(), signal.SIGINT)
 
-    code, _, err = run("train", *small, "run_dir=whole", "out=whole_out")
+    arguments = [*small, "data=offline", f"data.path={made / 'labels'}"]
+    code, _, err = run("train", *arguments, "run_dir=whole", "out=whole_out")
     assert code == 0, err
     callbacks = fitting.callbacks
     with monkeypatch.context() as patch:
@@ -196,14 +225,13 @@ def test_bad_input_is_one_sentence_and_leaves_nothing(run, small, made, argument
     assert not Path("runs").exists()
 
 
-def test_a_run_does_not_go_on_with_other_rows(run, small, made):
-    code, _, err = run("train", *small, "run_dir=r", "max_steps=2")
-    assert code == 0, err
+def test_a_run_does_not_go_on_with_other_rows(run, small, trained):
+    shutil.copytree(trained / "runs/head", "r")
     (Path("r") / "result.json").unlink()
     noted = json.loads(Path("r/source.json").read_text())
     noted["rows"][1] += 1
     Path("r/source.json").write_text(json.dumps(noted))
-    code, _, err = run("train", *small, "run_dir=r", "max_steps=2")
+    code, _, err = run("train", *small, "run_dir=r")
     assert code == 2
     assert "was started with rows" in err
 
