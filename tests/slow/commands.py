@@ -15,17 +15,13 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from tests.conftest import write_target_and_corpus
+from tests.conftest import SMALL_TRAINING, write_target_and_corpus
 
 COMMANDS = {
     **{name: f"spectrain.{name}" for name in ("train", "generate", "bench", "export", "cost", "report")},
     **{name: f"data_prep.{name}" for name in ("responses", "activations", "acceptance", "datastore", "target")},
 }
 LIMIT_S = 300.0
-SMALL_TRAINING = (
-    *("data.row_tokens=32", "data.batch_size=2", "data.val_rows=2", "trainer.precision=32-true"),
-    *("tau.context_tokens=[16]", "tau.contexts=2", "tau.new_tokens=4", "tau.timed_contexts=1"),
-)
 
 
 @dataclass(frozen=True)
@@ -105,7 +101,7 @@ def build_inputs(folder: Path) -> Path:
     rows = [{"prompt": text[: 30 + i], "category": "code"} for i, text in enumerate(texts[:24])]
     (folder / "prompts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     target, corpus, prompts = f"target={folder}/target", f"corpus={folder}/corpus", f"prompts={folder}/prompts.jsonl"
-    training = (target, corpus, *SMALL_TRAINING, "max_steps=2", "trainer.val_check_interval=1")
+    training = (target, corpus, *SMALL_TRAINING, "trainer.val_check_interval=1")
     for arguments in (
         ("train", "+exp=vanilla", *training, f"out={folder}/vanilla", "run_dir=vanilla_run"),
         ("responses", target, prompts, "max_new_tokens=16", f"out={folder}/responses"),
@@ -115,12 +111,12 @@ def build_inputs(folder: Path) -> Path:
     return folder
 
 
-def jobs(inputs: Path) -> dict[str, tuple[str, ...]]:
-    """Commands that write, each below the folder in which it is run, in many steps."""
+def jobs(inputs: Path, max_steps: int = 20) -> dict[str, tuple[str, ...]]:
+    """Commands that write, each below the folder in which it is run, in many steps; `max_steps` are of a training."""
     target, corpus, prompts = f"target={inputs}/target", f"corpus={inputs}/corpus", f"prompts={inputs}/prompts.jsonl"
     vanilla, responses = f"drafter={inputs}/vanilla", f"responses={inputs}/responses"
-    steps = ("max_steps=40", "trainer.val_check_interval=10", "trainer.log_every_n_steps=2", "checkpoint_s=0.02")
-    training = (target, *SMALL_TRAINING, *steps, "out=exported", "run_dir=run")
+    steps = (f"max_steps={max_steps}", f"trainer.val_check_interval={-(-max_steps // 4)}", "checkpoint_s=0.02")
+    training = (target, *SMALL_TRAINING, *steps, "trainer.log_every_n_steps=2", "out=exported", "run_dir=run")
     small_parts = ("window_tokens=64", "batch_tokens=128", "part_documents=2", "shard_tokens=2000")
     # Sizes of drafts that are learned on earlier questions would differ after a kill.
     papers = ("methods=[pld,lookahead]", "max_nodes=paper")

@@ -10,16 +10,11 @@ from random import Random
 
 import pytest
 
-from tests.slow.commands import build_inputs, jobs, run
+from tests.slow.commands import jobs, run
 from tests.slow.compare import differences
 
 LARGE_BYTES = 2**30
-SIZES = 3  # disks per command
-
-
-@pytest.fixture(scope="module")
-def inputs(tmp_path_factory) -> Path:
-    return build_inputs(tmp_path_factory.mktemp("inputs"))
+SIZES = 2  # disks per command
 
 
 @contextmanager

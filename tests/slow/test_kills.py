@@ -8,17 +8,12 @@ from random import Random
 
 import pytest
 
-from tests.slow.commands import build_inputs, jobs, run
+from tests.slow.commands import jobs, run
 from tests.slow.compare import differences
 
 KILLS = 5
 JOBS = tuple(jobs(Path()))
 DONE = ("is finished", "exists already")  # what a command says that was killed after its last step
-
-
-@pytest.fixture(scope="module")
-def inputs(tmp_path_factory) -> Path:
-    return build_inputs(tmp_path_factory.mktemp("inputs"))
 
 
 @pytest.mark.slow
