@@ -205,7 +205,6 @@ def _no_rank_is_left():
 SMALL_TRAINING = (
     *("data.row_tokens=64", "data.batch_size=2", "data.val_rows=2", "trainer.precision=32-true", "max_steps=2"),
     *("tau.context_tokens=[16]", "tau.contexts=2", "tau.new_tokens=4", "tau.timed_contexts=1"),
-    *("select.contexts=2", "select.new_tokens=6"),
 )
 TEXT = (
     'def read_{0}(path):\n    """Reads {0}."""\n    with open(path) as file:\n        return file.read() + "{0}"\n\n\n'

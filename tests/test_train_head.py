@@ -76,7 +76,7 @@ def test_a_head_is_trained_and_used(run, trained, tmp_path, monkeypatch):
     names = {f.name for f in folder.iterdir()}
     assert names >= {"model.safetensors", "config.json", "spectrain.json", "tokenizer.json", "README.md", "drafter"}
     facts = json.loads((folder / "config.json").read_text())
-    assert facts["sampling"] == {**RESPONSES_SAMPLING, "draws": "inverse"}
+    assert facts["sampling"] == {**RESPONSES_SAMPLING, "draws": "auto"}
     assert facts["drafter"]["kind"] == "vanilla"
     run_folder = Path("runs/head")
     assert (run_folder / "calibration.png").stat().st_size > 5000

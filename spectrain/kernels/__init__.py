@@ -4,7 +4,7 @@
 """
 
 from spectrain.kernels import reference
-from spectrain.kernels.cpu.candidates import first_by_noise, likeliest
+from spectrain.kernels.cpu.candidates import first_by_noise, top_tokens
 from spectrain.kernels.cpu.judging import GOING, LENGTH, ROOM
 from spectrain.kernels.cpu.products import LEAST_OUTPUTS, multiplies, outruns_torch
 from spectrain.kernels.cpu.program import MOST_TOKENS, Program, Programs
@@ -27,7 +27,7 @@ __all__ = [
     "draw",
     "first_by_noise",
     "fits",
-    "likeliest",
+    "top_tokens",
     "move",
     "multiplies",
     "outruns_torch",

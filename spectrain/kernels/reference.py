@@ -83,7 +83,7 @@ def draw_by_noise(probs: Tensor, keys: Tensor) -> Tensor:
     return late.nan_to_num(torch.inf).argmin(-1)
 
 
-def likeliest(logits: Tensor, sharpness: Tensor, count: int) -> tuple[Tensor, Tensor]:
+def top_tokens(logits: Tensor, sharpness: Tensor, count: int) -> tuple[Tensor, Tensor]:
     """Find the likeliest tokens of softmax(sharpness x logits), in order, and their probabilities.
 
     Args:

@@ -260,7 +260,7 @@ class TreeDrafter(LookupDrafter):
             other[..., 0], other[..., 1:] = late[..., 1 % branches], late[..., :1]
             buckets = np.searchsorted(LEADS, np.minimum(late, other) / np.maximum(late, other))
         else:
-            tokens, shares = kernels.likeliest(logits, sharpness, branches)
+            tokens, shares = kernels.top_tokens(logits, sharpness, branches)
             tokens = tokens if self._names is None else self._names[tokens]
             buckets = np.searchsorted(SHARES, shares.numpy())
         ranks = np.minimum(np.arange(branches), RANKS - 1)

@@ -12,7 +12,7 @@ from spectrain.kernels import reference
 @pytest.mark.parametrize("shape", [(1, 1, 700), (2, 3, 65), (1, 2, 3)])
 def test_the_likeliest_tokens_are_those_of_a_full_sort(shape):
     logits, sharpness = torch.randn(shape) * 4, torch.tensor([1 / 0.7, 1.0])[: shape[0]]
-    found, expected = (one.likeliest(logits, sharpness, 3) for one in (kernels, reference))
+    found, expected = (one.top_tokens(logits, sharpness, 3) for one in (kernels, reference))
     assert torch.equal(found[0], expected[0])
     torch.testing.assert_close(found[1], expected[1], rtol=1e-5, atol=0)
 

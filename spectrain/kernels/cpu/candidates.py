@@ -12,14 +12,14 @@ from spectrain.kernels.cpu.intrinsics import MATHS, exp
 from spectrain.kernels.cpu.warping import BLOCK, largest, uniform_of
 
 
-def likeliest(logits: Tensor, sharpness: Tensor, count: int) -> tuple[Tensor, Tensor]:
-    """See `reference.likeliest`. The result is on the host, after one transfer from a device."""
+def top_tokens(logits: Tensor, sharpness: Tensor, count: int) -> tuple[Tensor, Tensor]:
+    """See `reference.top_tokens`. The result is on the host, after one transfer from a device."""
     if logits.device.type != "cpu":
-        tokens, shares = reference.likeliest(logits, sharpness, count)
+        tokens, shares = reference.top_tokens(logits, sharpness, count)
         found, both = torch.stack([tokens.double(), shares]).cpu()
         return found.long(), both
     tokens, shares = _empty(logits, count)
-    _likeliest(logits.float().contiguous().numpy(), sharpness.numpy(), tokens, shares)
+    _top_tokens(logits.float().contiguous().numpy(), sharpness.numpy(), tokens, shares)
     return torch.from_numpy(tokens), torch.from_numpy(shares)
 
 
@@ -37,7 +37,7 @@ def _empty(values: Tensor, count: int) -> tuple[np.ndarray, np.ndarray]:
 
 
 @njit(nogil=True, cache=True, fastmath=MATHS, error_model="numpy")
-def _likeliest(logits, sharpness, tokens, shares):
+def _top_tokens(logits, sharpness, tokens, shares):
     """Fill tokens and shares [n, m, B] of logits [n, m, K]."""
     size, n_best = logits.shape[2], tokens.shape[2]
     most = np.empty((size + BLOCK - 1) // BLOCK, dtype=np.float32)  # of each block
