@@ -9,6 +9,7 @@ they are overwritten.
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -171,7 +172,7 @@ class Spire(ChainDrafter):
         else:
             self.slots = SlotStore(drafter, self.gamma, cache.max_rows, self.tree_nodes)
         self._prompts: list[Unread] = []
-        self._missed: list[Unread] = []  # of steps without this method
+        self._missed: deque[Unread] = deque()  # of steps without this method
         # [rows, D] the target's state before each root. `state` [n, D] is the one before the token that is read next.
         self.finals = self.drafter.norm.weight.new_zeros(cache.max_rows, shape.hidden_size)
 
@@ -300,8 +301,13 @@ class Spire(ChainDrafter):
             positions = positions.masked_fill(path < 0, -1)
         elif self.graphs is not None:  # whose outputs the next step overwrites
             captured, positions = captured.clone(), positions.clone()
-        if len(self._missed) == self.drafter.config.window_tokens:
-            self._catch_up()
+        config = self.drafter.config
+        if len(self._missed) == config.window_tokens:
+            of = [n for n, own in zip(context.n_tokens, self._missed[0].of, strict=True) if own >= 0]
+            if min(of) > config.sink_tokens + config.window_tokens:
+                self._missed.popleft()  # it is no sink, and no window reaches back to it
+            else:
+                self._catch_up()
         self._missed.append(Unread(captured, positions, [*range(context.n_rows)]))
 
     def resume(self, context: Context, emitted: Sequence[Sequence[int]]) -> None:
@@ -335,7 +341,7 @@ class Spire(ChainDrafter):
             one.of[row] = one.of[-1]
             one.of.pop()
         self._prompts = [one for one in self._prompts if max(one.of, default=-1) >= 0]
-        self._missed = [one for one in self._missed if max(one.of, default=-1) >= 0]
+        self._missed = deque(one for one in self._missed if max(one.of, default=-1) >= 0)
         self.finals[row] = self.finals[self.slots.n_rows - 1]
         self.slots.free(row)
 
