@@ -126,21 +126,24 @@ def test_a_head_finds_the_drafter_that_it_brings_along(run, trained):
     assert "holds no vanilla drafter for this target" in err
 
 
-def test_an_interrupted_run_from_a_store_goes_on_exactly_by_the_same_command(run, small, made, monkeypatch):
+def test_an_interrupted_run_from_a_store_goes_on_exactly_by_the_same_command(run, small, shared, monkeypatch):
     class Interrupt(Callback):
         def on_before_optimizer_step(self, trainer, module, optimizer):
             if trainer.global_step == 5:
                 os.kill(os.getpid(), signal.SIGINT)
 
-    arguments = [*small, "data=offline", f"data.path={made / 'labels'}"]
+    labelled = [f"target={shared / 'target'}", *small[1:3], "out=labels"]
+    monkeypatch.setattr(sys, "argv", ["data_prep.acceptance", *labelled])
+    run_command("data_prep.acceptance")
+    arguments = [*small, "data=offline", "data.path=labels"]
     code, _, err = run("train", *arguments, "run_dir=whole", "out=whole_out")
     assert code == 0, err
     callbacks = fitting.callbacks
     with monkeypatch.context() as patch:
         patch.setattr(fitting, "callbacks", lambda *given: [*callbacks(*given), Interrupt()])
-        code, _, err = run("train", *small, "run_dir=cut", "out=cut_out")
+        code, _, err = run("train", *arguments, "run_dir=cut", "out=cut_out")
     assert code == 130
-    assert run("train", *small, "run_dir=cut", "out=cut_out")[0] == 0
+    assert run("train", *arguments, "run_dir=cut", "out=cut_out")[0] == 0
     whole, cut = (load_file(f"{name}_out/model.safetensors") for name in ("whole", "cut"))
     assert all(torch.equal(whole[name], cut[name]) for name in whole)
 
