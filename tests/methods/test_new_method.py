@@ -39,7 +39,7 @@ n: 4   # tokens
 
 def test_a_method_of_one_file_and_one_yaml_is_found_and_benchmarked(tmp_path):
     for folder in ("spectrain", "conf"):
-        shutil.copytree(ROOT / folder, tmp_path / folder, ignore=shutil.ignore_patterns("__pycache__"))
+        shutil.copytree(ROOT / folder, tmp_path / folder)  # with what is compiled
     (tmp_path / "checkpoints").symlink_to(ROOT / "checkpoints")
     (tmp_path / "spectrain" / "methods" / "echo.py").write_text(METHOD)
     (tmp_path / "conf" / "method" / "echo.yaml").write_text(YAML)
