@@ -11,15 +11,12 @@ import pytest
 
 from spectrain import cli
 from spectrain.decoding import TargetModel, load_target
-from tests.conftest import tiny_model
+from tests.conftest import SMALL_TRAINING, tiny_model
 from tests.models.test_artifacts import export_spire
 
 SPECTRAIN = ("train", "generate", "bench", "export", "cost", "report")
 PLD = "method=pld prompt=def"
-SPIRE = (
-    "+exp=spire corpus={corpus} data.row_tokens=64 data.batch_size=2 data.val_rows=2 tau.context_tokens=[16] "
-    "tau.new_tokens=12 trainer.precision=32-true"
-)
+SPIRE = f"+exp=spire corpus={{corpus}} {' '.join(SMALL_TRAINING)}"
 # A command with options, and words that its sentence has. {target}, {corpus}, {stored} and {other} are filled in.
 MISSPELT = [
     (f"generate {PLD} max_new_tokns=3", "max_new_tokns max_new_tokens"),
@@ -31,6 +28,10 @@ MISSPELT = [
     ("train +exp=spir", "spir spire"),
     ("train exp=spire", "+exp"),
     (f"train {SPIRE} trainer=tpu", "tpu gpu"),
+    ("bench -m seed=1,2 xyzzy_plugh=3", "xyzzy_plugh --help"),
+    ("bench seed", "'seed' name=value"),
+    ("bench ~seed", "~seed would remove an option"),
+    ("train kind=spire", "+exp=spire"),
 ]
 WRONG_TYPE = [
     (f"generate {PLD} max_new_tokens=foo", "max_new_tokens foo"),

@@ -22,27 +22,14 @@ from spectrain.stores.texts import train_tokenizer
 from spectrain.training import fit as fitting
 from spectrain.training.runs import RunFolder, read_csv
 from spectrain.training.sums import ValidationSums
-from tests.conftest import tiny_model
-from tests.models.test_artifacts import export_spire, export_vanilla
+from tests.conftest import SMALL_TRAINING
+from tests.models.test_artifacts import export_vanilla
 
 
 @pytest.fixture
 def small(shared) -> list[str]:
-    """Overrides that make a training take a second."""
-    return [
-        f"corpus={shared / 'corpus'}",
-        "corpus.held_out_share=0.3",
-        "data.row_tokens=64",
-        "data.batch_size=2",
-        "data.val_rows=2",
-        "max_steps=6",
-        "trainer.precision=32-true",
-        "trainer.val_check_interval=4",
-        "tau.context_tokens=[16,32]",
-        "tau.contexts=3",
-        "tau.new_tokens=12",
-        "tau.timed_contexts=1",
-    ]
+    steps = ("max_steps=6", "trainer.val_check_interval=4", "corpus.held_out_share=0.3")
+    return [f"corpus={shared / 'corpus'}", *SMALL_TRAINING, *steps, "tau.context_tokens=[16,32]"]
 
 
 def test_spire_is_trained_measured_exported_and_used(run, small, tmp_path):
@@ -50,6 +37,14 @@ def test_spire_is_trained_measured_exported_and_used(run, small, tmp_path):
     assert code == 0
     assert "speculative" in out
     assert AutoModelForCausalLM.from_pretrained("vanilla").config.num_hidden_layers == 2
+    before = Path("vanilla/model.safetensors").stat().st_mtime_ns
+    code, _, err = run("train", "+exp=vanilla", *small, "out=vanilla")
+    assert code == 2
+    assert "finished" in err
+    assert "fresh=true" in err
+    code, _, err = run("train", "+exp=vanilla", *small, "out=vanilla", "fresh=true")
+    assert code == 0, err
+    assert Path("vanilla/model.safetensors").stat().st_mtime_ns > before
 
     code, out, err = run("train", "+exp=spire", *small, "vanilla=vanilla")
     assert code == 0, err
@@ -62,11 +57,6 @@ def test_spire_is_trained_measured_exported_and_used(run, small, tmp_path):
     assert result["tokens"] == 6 * 2 * 64
     assert result["tau"]["spire"]["16 tokens, greedy"]["value"] >= 1
     assert list(Path("runs").glob("*/metrics/version_0/metrics.csv"))
-
-    code, _, err = run("train", "+exp=spire", *small, "vanilla=vanilla")
-    assert code == 2
-    assert "finished" in err
-    assert "fresh=true" in err
 
     code, out, err = run("generate", "method=spire", "prompt=def read_config(path):", "max_new_tokens=20")
     assert code == 0, err
@@ -182,17 +172,6 @@ def test_an_interrupted_run_goes_on_exactly_by_the_same_command(run, small, monk
     assert numbers[0] == numbers[1]
 
 
-def test_fresh_repeats_a_finished_run_and_replaces_its_export(run, small):
-    arguments = ["+exp=vanilla", *small, "max_steps=2"]
-    assert run("train", *arguments)[0] == 0
-    (before,) = Path("checkpoints").glob("*/model.safetensors")
-    stamp = before.stat().st_mtime_ns
-    assert run("train", *arguments)[0] == 2
-    code, _, err = run("train", *arguments, "fresh=true")
-    assert code == 0, err
-    assert before.stat().st_mtime_ns > stamp
-
-
 def test_an_interrupted_run_goes_on_with_no_other_target(run, small, shared):
     arguments = ["+exp=spire", *small, "max_steps=2"]
     assert run("train", *arguments)[0] == 0
@@ -217,17 +196,10 @@ def test_two_ranks_train_and_one_exports(shared, small, tmp_path):
     assert json.loads(result.read_text())["tokens"] == 3 * 2 * 64  # a batch is shared out
 
 
-def test_a_drafter_for_another_target_or_tokenizer_is_refused(run, shared):
-    target = load_target(shared / "target")
-    export_spire(Path("spire"), target, k=2, window_tokens=16)
-    export_vanilla(Path("vanilla"), target)
-    tiny_model("llama", seed=1, vocab_size=300, eos_token_id=0, num_hidden_layers=4).save_pretrained("weights")
-    tiny_model("llama", vocab_size=300, eos_token_id=0, num_hidden_layers=4).save_pretrained("words")
-    AutoTokenizer.from_pretrained(shared / "target").save_pretrained("weights")
+def test_a_drafter_with_another_tokenizer_is_refused(run, shared):
+    export_vanilla(Path("vanilla"), load_target(shared / "target"))
+    shutil.copytree(shared / "target", "words")
     train_tokenizer(["other words entirely, " * 50], 300).save_pretrained("words")
-    code, _, err = run("generate", "method=spire", "drafter=spire", "prompt=x", target="weights")
-    assert code == 2
-    assert "was trained for tiny" in err
     code, _, err = run("generate", "method=speculative", "drafter=vanilla", "prompt=x", target="words")
     assert code == 2
     assert "the draft model's tokenizer" in err
