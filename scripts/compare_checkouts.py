@@ -33,8 +33,7 @@ def main() -> None:
     if args.worker:
         work(args)
         return
-    lines = args.prompts.read_text(encoding="utf-8").splitlines()[: args.limit]
-    prompts = [text_of(json.loads(line)) for line in lines]
+    prompts = questions(args.prompts, args.limit)
     batches = [prompts[i : i + args.batch_size] for i in range(0, len(prompts), args.batch_size)]
     checkouts = [HERE, *([args.other.resolve()] if args.other else [])]
     workers = [Worker(checkout, sys.argv[1:]) for checkout in checkouts]
@@ -77,11 +76,16 @@ def parsed() -> argparse.Namespace:
     return parser.parse_args()
 
 
-def text_of(row: dict) -> str:
-    """Return the question of a row of any of the formats that `bench` reads."""
-    if "turns" in row:
-        return row["turns"][0]
-    return "\n".join(row[key] for key in ("prompt", "question", "instruction", "input") if row.get(key, "").strip())
+def questions(file: Path, limit: int) -> list[str]:
+    """Return the first turns of a prompt file's questions, as this checkout reads them."""
+    sys.path.insert(0, str(HERE))
+    from spectrain.errors import UserError
+    from spectrain.stores.prompts import read_prompts
+
+    try:
+        return [question.turns[0] for question in read_prompts(file, limit)]
+    except UserError as error:
+        raise SystemExit(f"error: {error}") from error
 
 
 def interval(logs: np.ndarray) -> list[float]:

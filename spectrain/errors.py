@@ -18,7 +18,7 @@ class AllRanksError(UserError):
 
 
 class FinishedRun(AllRanksError):
-    """What was asked for is finished already: a sweep leaves it out, on all ranks or on none."""
+    """The run that was asked for is finished already. A sweep leaves it out, on all ranks or on none."""
 
 
 def check_whole(name: str, value: object, least: int, most: int | None = None) -> None:

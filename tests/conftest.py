@@ -90,13 +90,13 @@ def random_prompts(lengths: list[int], seed: int = 0) -> list[list[int]]:
 
 
 def compile_operations() -> None:
-    """What every forward, draw and verification runs."""
+    """Compile what every forward, draw and verification runs."""
     drafter = Speculative(TargetModel(tiny_model()))
     generate(TargetModel(tiny_model()), drafter, [[4, 5, 6]], 6, Sampling(temperature=1.0, top_k=5))
 
 
 def compile_lookups() -> None:
-    """What searches a datastore, for one of one shard."""
+    """Compile what searches a datastore of one shard."""
     with tempfile.TemporaryDirectory() as folder:
         shard = write_shard(Path(folder), 0, [np.arange(8)], VOCAB_SIZE)
         write_manifest(Path(folder), Manifest("", "", "", VOCAB_SIZE, 1, 8, [shard]))
@@ -106,7 +106,7 @@ def compile_lookups() -> None:
 
 
 def compile_trees() -> None:
-    """What drafts trees of several sources."""
+    """Compile what drafts trees of several sources."""
     from tests.methods.every import Artifacts, build
 
     with tempfile.TemporaryDirectory() as folder:

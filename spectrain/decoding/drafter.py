@@ -46,7 +46,7 @@ class Drafter(ABC):
     pace: int | None = None  # the size of its next draft, while its steps are timed; None: it chooses by itself
 
     def warning(self, sampling: Sampling) -> str | None:
-        """What a reader of its numbers under this sampling must know."""
+        """Return what a reader must know of numbers that were measured under this sampling; None: nothing."""
         return None
 
     def prepare(self, target: TargetModel, sampling: Sampling, n_rows: int) -> None:  # noqa: B027
