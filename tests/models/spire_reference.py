@@ -5,6 +5,9 @@ It shares nothing with `spectrain.models.spire` but the weights.
 
 from __future__ import annotations
 
+import json
+from functools import cache
+
 import torch
 from torch import Tensor
 from transformers import LlamaConfig
@@ -75,12 +78,13 @@ def slow_block(block: LlamaBlock, x: Tensor, t: int, inputs: dict[int, Tensor]) 
         return rotate(out, position, shape)
 
     query = heads("q", x, t)
+    keys = [heads("k", v, p) for p, v in inputs.items()]
+    values = [heads("v", v, p) for p, v in inputs.items()]
     out = []
     for head in range(shape.n_head):
         kv_head = head * shape.n_kv_head // shape.n_head
-        scores = {p: query[head] @ heads("k", v, p)[kv_head] / shape.head_dim**0.5 for p, v in inputs.items()}
-        weights = torch.softmax(torch.stack(list(scores.values())), dim=0)
-        out.append(sum(w * heads("v", v, p)[kv_head] for w, (p, v) in zip(weights, inputs.items(), strict=True)))
+        weights = torch.softmax(torch.stack([query[head] @ k[kv_head] for k in keys]) / shape.head_dim**0.5, dim=0)
+        out.append(sum(w * v[kv_head] for w, v in zip(weights, values, strict=True)))
     x = x + torch.cat(out) @ block.output.weight.T
     normed = rms(x, block.mlp_norm.weight, shape.rms_norm_eps)
     gate, up = (normed @ weight.T for weight in block.gate_up.weight.chunk(2))
@@ -93,13 +97,19 @@ def rms(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 
 def rotate(x: Tensor, position: int, shape) -> Tensor:
     """Rotary embedding of heads [H, D_head] at one position, with Hugging Face's frequencies."""
-    config = LlamaConfig(
-        hidden_size=shape.hidden_size,
-        num_attention_heads=shape.n_head,
-        head_dim=shape.head_dim,
-        max_position_embeddings=shape.max_positions,
-        rope_parameters=dict(shape.rope_parameters),
-    )
-    angles = position * LlamaRotaryEmbedding(config).inv_freq  # [D_head / 2]
+    parameters = json.dumps(dict(shape.rope_parameters))
+    angles = position * frequencies(shape.hidden_size, shape.n_head, shape.head_dim, shape.max_positions, parameters)
     a, b = x.chunk(2, dim=-1)
     return torch.cat([a * angles.cos() - b * angles.sin(), b * angles.cos() + a * angles.sin()], dim=-1)
+
+
+@cache
+def frequencies(hidden_size: int, n_head: int, head_dim: int, max_positions: int, parameters: str) -> Tensor:
+    config = LlamaConfig(
+        hidden_size=hidden_size,
+        num_attention_heads=n_head,
+        head_dim=head_dim,
+        max_position_embeddings=max_positions,
+        rope_parameters=json.loads(parameters),
+    )
+    return LlamaRotaryEmbedding(config).inv_freq  # [D_head / 2]
