@@ -65,9 +65,9 @@ def test_every_folder_of_conf_is_a_group_of_some_command():
 def test_sweeps_change_options_that_exist(path):
     sweep = yaml.safe_load(path.read_text())
     fixed = [word for word in sweep["command"] if "=" in word and not word.startswith("$")]
-    for name, values in sweep["parameters"].items():
-        for value in values["values"]:
-            options("train", *fixed, f"{name}={value}")
+    choices = {name: values["values"] for name, values in sweep["parameters"].items()}
+    for number in range(max(map(len, choices.values()))):  # each value once, beside one of each other parameter
+        options("train", *fixed, *(f"{name}={values[number % len(values)]}" for name, values in choices.items()))
 
 
 @pytest.mark.parametrize("name", COMMANDS)

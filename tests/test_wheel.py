@@ -15,6 +15,7 @@ from spectrain.stores import locations
 ROOT = Path(__file__).parent.parent
 
 
+@pytest.mark.slow
 @pytest.mark.shipped
 def test_a_wheel_composes_its_config_in_an_empty_folder(tmp_path):
     build = [sys.executable, "-m", "build", "--wheel", "--no-isolation", "--outdir", str(tmp_path), str(ROOT)]

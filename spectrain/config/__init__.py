@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from contextvars import ContextVar
 from dataclasses import asdict, replace
+from functools import cache
 from pathlib import Path
 
 from hydra.core.config_store import ConfigStore
@@ -59,6 +60,7 @@ GROUPS = {  # files of groups that are classes
 }
 
 
+@cache
 def register() -> None:
     """Tell Hydra about every command and group that is not a yaml."""
     store = ConfigStore.instance()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import subprocess
 import sys
 import zipfile
 from pathlib import Path
@@ -21,12 +20,12 @@ from spectrain.stores import locations
 from spectrain.stores.files import read_json
 from spectrain.stores.folder import sha256
 from tests.conftest import VOCAB_SIZE, tiny_model
+from tests.data_prep.conftest import caller
 
 gguf = pytest.importorskip("gguf", reason="GGUF files are written with the package gguf: pip install -e '.[test]'")
 pytest.importorskip("accelerate", reason="transformers reads GGUF files with accelerate: pip install -e '.[test]'")
 
 FOLDER = Path("checkpoints/smollm2-135m")
-ROOT = Path(__file__).parents[2]
 LETTERS = [chr(code) for code in range(ord("A"), ord("A") + VOCAB_SIZE - 5)]  # 4 special tokens and one merge
 TEMPLATE = "{% for message in messages %}{{ message['content'] }}{% endfor %}"
 
@@ -77,12 +76,6 @@ def write_gguf(model: PreTrainedModel, file: Path, quantized: bool = False, extr
     return file
 
 
-def make(*arguments: str) -> subprocess.CompletedProcess:
-    command = [sys.executable, "-m", "data_prep.target", *arguments]
-    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-    return subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
-
-
 @pytest.fixture(autouse=True)
 def work(tmp_path, monkeypatch) -> Path:
     (tmp_path / "work").mkdir()
@@ -110,12 +103,17 @@ def package(work, monkeypatch) -> Package:
     return tiny
 
 
-def test_the_command_makes_a_target_with_the_weights_tokenizer_and_template_of_the_file(work):
+@pytest.fixture
+def make(tmp_path, monkeypatch, capfd):
+    return caller("data_prep.target", tmp_path / "work", monkeypatch, capfd)
+
+
+def test_the_command_makes_a_target_with_the_weights_tokenizer_and_template_of_the_file(work, make):
     model = tiny_model()
     write_gguf(model, work / "tiny.gguf")
-    done = make(f"gguf={work}/tiny.gguf")
-    assert done.returncode == 0, done.stderr
-    assert 'next: python -m spectrain.generate method=pld target=checkpoints/tiny prompt="..."' in done.stdout
+    code, out, err = make(f"gguf={work}/tiny.gguf")
+    assert code == 0, err
+    assert 'next: python -m spectrain.generate method=pld target=checkpoints/tiny prompt="..."' in out
     target, tokenizer = (
         load_target("checkpoints/tiny", dtype="float32"),
         AutoTokenizer.from_pretrained("checkpoints/tiny"),
@@ -129,7 +127,7 @@ def test_the_command_makes_a_target_with_the_weights_tokenizer_and_template_of_t
     assert len({file.stat().st_mode for file in Path("checkpoints/tiny").iterdir()}) == 1
     Path("mine").mkdir()
     Path("mine/config.json").write_text("{}")
-    assert "was not written by data_prep.target" in make(f"gguf={work}/tiny.gguf", "out=mine", "fresh=true").stderr
+    assert "was not written by data_prep.target" in make(f"gguf={work}/tiny.gguf", "out=mine", "fresh=true")[2]
     assert os.listdir("mine") == ["config.json"]
 
 
