@@ -5,12 +5,12 @@ from __future__ import annotations
 import importlib
 import json
 import shutil
-import subprocess
 import sys
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+import torch
 from torch.autograd import DeviceType
 
 from spectrain.methods.registry import method_names
@@ -33,22 +33,28 @@ def check(script, monkeypatch, tmp_path, capfd):
         monkeypatch.setattr(sys, "argv", ["check_gpu.py", "--tiny", "--out", str(out), *arguments])
         code = script.main()
         found = json.loads((out / "check_gpu.json").read_text())
+        assert found["versions"].keys() >= {"torch", "transformers"}
         return code, {s["section"]: s for s in found["sections"]}, (out / "check_gpu.md").read_text()
 
     return call
 
 
 @pytest.mark.slow
-def test_the_whole_at_small_sizes(tmp_path):
-    done = subprocess.run(
-        [sys.executable, SCRIPT, "--tiny", "--out", "out"], cwd=tmp_path, capture_output=True, text=True
-    )
-    assert done.returncode == 0, done.stdout
-    found = json.loads((tmp_path / "out/check_gpu.json").read_text())
-    sections = {section["section"]: section for section in found["sections"]}
-    names = ["tests", "methods", "graphs", "speed", "profile", "train_ddp", "train_zero2", "compiled"]
-    assert list(sections) == names
-    assert found["versions"].keys() >= {"torch", "transformers"}
+@pytest.mark.shipped
+def test_what_needs_no_process_at_small_sizes(check, script, monkeypatch):
+    class Played:
+        """A section's process, which is this one: all is imported."""
+
+        def __init__(self, command: list[str], **options):
+            script.work(command[3], Path(command[4]), script.TINY)
+
+        def wait(self, limit_s: float) -> int:
+            return 0
+
+    monkeypatch.setattr(script, "subprocess", SimpleNamespace(Popen=Played, STDOUT=None, TimeoutExpired=None))
+    names = ["methods", "graphs", "speed", "profile", "compiled"]
+    code, sections, written = check("--sections", *names)
+    assert (code, list(sections)) == (0, names)
     methods = {row["what"]: row for row in sections["methods"]["rows"]}
     assert methods.keys() == {f"{name}, {dtype}" for name in method_names() for dtype in ("float32", "bfloat16")}
     assert {row["note"] for what, row in methods.items() if "float32" in what} == {"3 of 3 texts as expected"}
@@ -56,11 +62,17 @@ def test_the_whole_at_small_sizes(tmp_path):
     assert len(sections["speed"]["rows"]) == 6
     profiled = [row for row in sections["profile"]["rows"] if row["calls"]]
     assert len(profiled) == 2 * 15
-    for name in ("train_ddp", "train_zero2"):
-        assert "4 steps on 1 rank(s), held-out loss " in sections[name]["rows"][0]["note"]
-    table = [line for line in (tmp_path / "out/check_gpu.md").read_text().splitlines() if line.startswith("|")]
+    table = [line for line in written.splitlines() if line.startswith("|")]
     assert len(table) == 2 + sum(1 + len(section["rows"]) for section in sections.values())
     assert {line.count("|") for line in table} == {11}
+
+
+@pytest.mark.slow
+def test_tests_and_a_training_are_processes(check):
+    code, sections, _ = check("--sections", "tests", "train_zero2")
+    assert code == 0, sections
+    assert " skipped in " in sections["tests"]["rows"][0]["note"] or torch.cuda.is_available()
+    assert "4 steps on 1 rank(s), held-out loss " in sections["train_zero2"]["rows"][0]["note"]
 
 
 def test_a_section_that_fails_or_takes_too_long_is_a_line(check, script, monkeypatch, tmp_path):

@@ -22,7 +22,7 @@ from tests.decoding.reference import ScriptedDrafter, greedy_by_full_forwards
 from tests.decoding.test_loop import LENGTHS, SMALL, artifacts, branching_oracle
 from tests.methods.every import build
 
-FAMILY, N_NEW = "llama_gqa", 24
+FAMILY, N_NEW = "llama_gqa", 14
 OPTIONS = {"batch_size": 3, "stop_token_ids": (), "cache_block_tokens": 8}
 
 

@@ -126,7 +126,7 @@ def test_drafts_that_stop_at_an_end_of_text_are_those_of_the_cpu(name, with_grap
 
     def counted(target: TargetModel) -> list[tuple]:
         prompts = random_prompts((5, 14, 9, 7, 11, 3, 8, 4))
-        found = generate(target, method_of(name, target), prompts, 30, SAMPLINGS["sampled"], **options)
+        found = generate(target, method_of(name, target), prompts, 16, SAMPLINGS["sampled"], **options)
         return [(one.tokens, one.drafted, one.accepted) for one in found]
 
     expected = counted(artifacts().target)

@@ -67,12 +67,15 @@ DRAFTERS = {
     "specdecpp, previous": lambda family: drafter_of("specdecpp", family, judge="previous"),
 }
 SPIRE_FAMILIES = ("llama", "llama_gqa", "qwen3")
+OF_EACH_ENGINE = ("llama_gqa", "gpt_neox")
 ADAPTIVE = ("specdecpp", "specdecpp, previous", "confidence_stop", "entropy_stop")
 
 
 def drafter_of(name: str, family: str, **options) -> Drafter:
     if "spire" in artifact_kinds(method_config(name)).values() and family not in SPIRE_FAMILIES:
         pytest.skip("SPIRe drafters are for Llama-like targets")
+    if name == "auto" and family not in OF_EACH_ENGINE:
+        pytest.skip("the methods that auto chooses among meet this family alone")
     return build(name, artifacts(family), {**SMALL.get(name, {}), **options})
 
 

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import json
-import os
 import shutil
-import subprocess
 import sys
-from pathlib import Path
 
-ROOT = Path(__file__).parent.parent.parent
+from spectrain import config, methods
+
 METHOD = '''"""Propose the last n tokens once more."""
 
 import torch
@@ -37,15 +35,15 @@ n: 4   # tokens
 """
 
 
-def test_a_method_of_one_file_and_one_yaml_is_found_and_benchmarked(tmp_path):
-    for folder in ("spectrain", "conf"):
-        shutil.copytree(ROOT / folder, tmp_path / folder)  # with what is compiled
-    (tmp_path / "checkpoints").symlink_to(ROOT / "checkpoints")
-    (tmp_path / "spectrain" / "methods" / "echo.py").write_text(METHOD)
+def test_a_method_of_one_file_and_one_yaml_is_found_and_benchmarked(run, tmp_path, monkeypatch):
+    shutil.copytree(config.conf_dir(), tmp_path / "conf")
+    (tmp_path / "echo.py").write_text(METHOD)
     (tmp_path / "conf" / "method" / "echo.yaml").write_text(YAML)
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(tmp_path)}
-    command = [sys.executable, "-m", "spectrain.bench", "method=echo", "method.n=3", "limit=1", "max_new_tokens=24"]
-    done = subprocess.run([*command, "out=bench"], cwd=tmp_path, env=environment, capture_output=True, text=True)
-    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+    (tmp_path / "asked.jsonl").write_text('{"prompt": "def read_config(path):"}')
+    monkeypatch.setattr(config, "PACKAGE", tmp_path / "spectrain")
+    monkeypatch.setattr(methods, "__path__", [*methods.__path__, str(tmp_path)])
+    code, _, err = run("bench", "method=echo", "method.n=3", "prompts=asked.jsonl", "max_new_tokens=24", "out=bench")
+    del sys.modules["spectrain.methods.echo"]
+    assert code == 0, err
     results = json.loads((tmp_path / "bench" / "results.json").read_text())
     assert results["methods"]["echo"]["lossless"] is True
