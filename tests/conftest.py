@@ -195,7 +195,7 @@ def _small_commands(monkeypatch):
 
     What Hydra composes before a command, only to learn whether a yaml asks for a sweep, is left out: none here does.
     """
-    monkeypatch.setattr("spectrain.training.spire.FIT_TOKENS", 1000)
+    monkeypatch.setattr("spectrain.training.spire.FIT_TOKENS", FIT_TOKENS)
     monkeypatch.setattr("spectrain.train.write_png", lambda figure, file: Image.new("L", (1, 1)).save(file))
     monkeypatch.setattr(Hydra, "get_mode", lambda *_, **__: None)
 
@@ -214,6 +214,7 @@ def _no_rank_is_left():
     rank_zero_only.rank = 0
 
 
+FIT_TOKENS = 1000  # from which the input of a drafter is fitted, so that a training begins at once
 # Options that make a training, and what it measures of itself, take a second.
 SMALL_TRAINING = (
     *("data.row_tokens=64", "data.batch_size=2", "data.val_rows=2", "trainer.precision=32-true", "max_steps=2"),

@@ -22,7 +22,9 @@ from safetensors.torch import save_file
 
 from spectrain import cli
 from spectrain.training import fit as fitting
+from spectrain.training import spire
 from spectrain.training.strategies import whole_state
+from tests.conftest import FIT_TOKENS
 
 
 class Watch(Callback):
@@ -55,7 +57,8 @@ def run(
     arguments: list[str], interrupt: int | None = None, poison: int | None = None, command: str = "spectrain.train"
 ) -> int:
     """One command; its exit code."""
-    callbacks, leave_ranks, argv = fitting.callbacks, cli.leave_ranks, sys.argv
+    callbacks, leave_ranks, argv, fit_tokens = fitting.callbacks, cli.leave_ranks, sys.argv, spire.FIT_TOKENS
+    spire.FIT_TOKENS = FIT_TOKENS
     fitting.callbacks = lambda cfg, run: [Watch(run.path, interrupt, poison), *callbacks(cfg, run)]
     cli.leave_ranks = lambda: None  # DeepSpeed keeps its groups for the life of a process
     sys.argv = [command, *arguments]
@@ -64,7 +67,7 @@ def run(
     except SystemExit as stop:
         return int(stop.code or 0)
     finally:
-        fitting.callbacks, cli.leave_ranks, sys.argv = callbacks, leave_ranks, argv
+        fitting.callbacks, cli.leave_ranks, sys.argv, spire.FIT_TOKENS = callbacks, leave_ranks, argv, fit_tokens
     return 0
 
 

@@ -15,7 +15,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from tests.conftest import SMALL_TRAINING, write_target_and_corpus
+from tests.conftest import FIT_TOKENS, SMALL_TRAINING, write_target_and_corpus
 
 COMMANDS = {
     **{name: f"spectrain.{name}" for name in ("train", "generate", "bench", "export", "cost", "report")},
@@ -71,7 +71,10 @@ def _become(arguments: tuple[str, ...], folder: str, log: str) -> None:
     """Run a command in this process."""
     import torch
 
+    from spectrain.training import spire
+
     os.setsid()
+    spire.FIT_TOKENS = FIT_TOKENS
     torch.set_num_threads(1)
     os.chdir(folder)
     output = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
