@@ -152,6 +152,14 @@ def test_wrong_input_is_one_sentence_and_leaves_nothing(capture, asked, tmp_path
     assert sorted(tmp_path.rglob("*")) == before
 
 
+@pytest.fixture(scope="module")
+def store(shared, tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp("stores") / "store"
+    arguments = [*source(shared), f"row_tokens={ROW_TOKENS}", "shard_tokens=270", f"out={folder}"]
+    assert ranks.run(arguments, command="data_prep.activations") == 0
+    return folder
+
+
 @pytest.fixture
 def training(shared) -> list[str]:
     return training_options(shared)
@@ -208,11 +216,10 @@ def test_precision_is_what_the_processor_multiplies_the_fastest(capture, shared,
         assert open_features(expected).manifest.precision == expected
 
 
-def test_training_goes_on_with_no_other_store(capture, learn, training, asked):
-    assert capture(*asked, "precision=bf16-mixed", "out=a")[0] == 0
+def test_training_goes_on_with_no_other_store(capture, learn, training, asked, store):
     assert capture(*asked, "precision=bf16-mixed", "out=b", "dtype=int8")[0] == 0
     arguments = [*training, "data=offline", "data.path=link", "run_dir=run"]
-    Path("link").symlink_to("a")
+    Path("link").symlink_to(store)
     assert learn(*arguments)[0] == 0
     Path("run/result.json").unlink()
     Path("link").unlink()
@@ -230,14 +237,6 @@ REFUSED = {
         "has no held-out row of 40 tokens to measure tau",
     ),
 }
-
-
-@pytest.fixture(scope="module")
-def store(shared, tmp_path_factory) -> Path:
-    folder = tmp_path_factory.mktemp("stores") / "store"
-    arguments = [*source(shared), f"row_tokens={ROW_TOKENS}", "shard_tokens=270", f"out={folder}"]
-    assert ranks.run(arguments, command="data_prep.activations") == 0
-    return folder
 
 
 @pytest.mark.parametrize("case", REFUSED)
