@@ -18,7 +18,6 @@ import numpy as np
 import pytest
 import torch
 from filelock import FileLock
-from hydra._internal.hydra import Hydra
 from lightning.pytorch.utilities import rank_zero_only
 from PIL import Image
 from transformers import (
@@ -191,13 +190,9 @@ def _nothing_shipped(monkeypatch, request):
 
 @pytest.fixture(autouse=True)
 def _small_commands(monkeypatch):
-    """Fit a drafter's input on little, and draw no picture of a training. Fixtures of a module draw them.
-
-    What Hydra composes before a command, only to learn whether a yaml asks for a sweep, is left out: none here does.
-    """
+    """Fit a drafter's input on little, and draw no picture of a training. Fixtures of a module draw them."""
     monkeypatch.setattr("spectrain.training.spire.FIT_TOKENS", FIT_TOKENS)
     monkeypatch.setattr("spectrain.train.write_png", lambda figure, file: Image.new("L", (1, 1)).save(file))
-    monkeypatch.setattr(Hydra, "get_mode", lambda *_, **__: None)
 
 
 @pytest.fixture(autouse=True)
