@@ -79,7 +79,8 @@ def read_rows(options: Activations, target: TargetModel) -> Packed:
     place = corpus.path, corpus.fields, corpus.split, corpus.subset
     documents = read_documents(*place, tokenizer=target.tokenizer)
     cut = options.row_tokens, corpus.held_out_share, corpus.max_documents
-    return pack(documents, target.tokenizer, *cut, document_mask=options.document_mask, vocab_size=target.vocab_size)
+    facts = {"vocab_size": target.vocab_size, "eos_ids": target.eos_ids}
+    return pack(documents, target.tokenizer, *cut, document_mask=options.document_mask, **facts)
 
 
 def show(out: Path, tokens_per_s: float | None) -> None:

@@ -28,7 +28,7 @@ from spectrain.decoding.loop import Emitted, check_prompt
 from spectrain.errors import UserError
 from spectrain.stores.files import end_last_line, json_line, read_lines
 from spectrain.stores.folder import digest
-from spectrain.stores.prompts import Question, conversation_ids, read_prompts
+from spectrain.stores.prompts import Question, question_ids, read_prompts
 from spectrain.stores.rows import ResponseManifest, write_responses
 from spectrain.stores.texts import STDLIB_HELD_OUT, is_held_out, read_documents, turn_id, unit_hash
 
@@ -185,7 +185,7 @@ class PromptParts(Parts):
         before = prompt_ids_of(question)[:turn]
         if all(name in replies for name in before):
             own = [replies[name] for name in before]
-            tokens = conversation_ids(self.target.tokenizer, question.turns[: turn + 1], own, self.chat)
+            tokens = question_ids(self.target.tokenizer, question, own, self.chat)
             try:
                 check_prompt(self.target, tokens, self.answering.max_new_tokens)
             except UserError as error:

@@ -36,7 +36,7 @@ from spectrain.methods.sssd import Sssd, SssdOptions
 from spectrain.retrieval.calibration import calibrate, write_calibration
 from spectrain.retrieval.datastore import DATASTORES, Manifest, open_datastore
 from spectrain.stores.folder import MANIFEST
-from spectrain.stores.prompts import conversation_ids, read_prompts
+from spectrain.stores.prompts import question_ids, read_prompts
 from spectrain.stores.texts import responses_of
 
 log = logging.getLogger(__name__)
@@ -93,8 +93,6 @@ def documents(options: Datastore, build: Build, selection: Selection, scored_con
 def store_facts(folder: Path, manifest: Manifest) -> dict[str, str | None]:
     """What a datastore was made of."""
     counts, medians = manifest.build["counts"], manifest.build.get("perplexity")
-    names, n_silent = counts["not_utf8_files"], counts["without_assistant"]
-    shown = ", ".join([*names[:3], *["..."] * (len(names) > 3)])
     sides = {side: (medians or {}).get(side, {}).get("median") for side in ("kept", "dropped")}
     median = ", ".join(f"{side} {value:,.4g}" for side, value in sides.items() if value is not None)
     return {
@@ -102,10 +100,9 @@ def store_facts(folder: Path, manifest: Manifest) -> dict[str, str | None]:
         "corpus": manifest.build["config"]["corpus"]["path"] or "sources of Python's standard library",
         "target": f"{manifest.target} ({manifest.target_fingerprint})",
         "documents read": f"{counts['read']:,}",
+        "of the corpus": counts.get("said"),
         "duplicates": f"{counts['duplicates']:,}",
         "without text": f"{counts['empty']:,}",
-        "without assistant": f"{n_silent:,} conversations" if n_silent else None,
-        "files not UTF-8": f"{len(names):,}: {shown}" if names else None,
         "held out": f"{counts['held_out']:,} (as in training, so that benchmarks on them stay honest)",
         "kept": f"{manifest.documents:,} documents, {manifest.tokens:,} tokens",
         "dropped": f"{counts['dropped']:,} documents, {counts['tokens_dropped']:,} tokens",
@@ -134,7 +131,7 @@ def answered(target: TargetModel, file: str) -> Iterator[tuple[list[int], list[i
     """Let the target answer a file of prompts greedily, and return the token ids of prompts and answers."""
     prompts = []
     for question in read_prompts(file, None):
-        prompts.append(conversation_ids(target.tokenizer, question.turns[:1], [], "auto"))
+        prompts.append(question_ids(target.tokenizer, question, []))
         check_prompt(target, prompts[-1], ANSWER_TOKENS, f"prompt {question.id}")
     found = generate(target, PromptLookup(), prompts, ANSWER_TOKENS, batch_size=BATCH_SIZE)
     return zip(prompts, (one.tokens for one in found), strict=True)

@@ -12,7 +12,6 @@ that of the texts that a part was made from. Parts and scores do not depend on w
 
 from __future__ import annotations
 
-import dataclasses
 import hashlib
 import itertools
 import logging
@@ -33,10 +32,11 @@ from spectrain.decoding.target import TargetModel
 from spectrain.errors import UserError
 from spectrain.retrieval.datastore import Manifest, write_manifest, write_shard
 from spectrain.retrieval.suffix_array import MAX_SHARD_TOKENS
+from spectrain.stores.chats import Tally
 from spectrain.stores.files import json_line, read_json, write_json, write_whole
-from spectrain.stores.packing import token_documents
+from spectrain.stores.packing import Tokeniser
 from spectrain.stores.rows import list_lengths
-from spectrain.stores.texts import Document, Skipped, read_documents
+from spectrain.stores.texts import CORPUS_ADVICE, Document, read_documents
 
 log = logging.getLogger(__name__)
 
@@ -56,10 +56,8 @@ class Counts:
     """Numbers of what a corpus held and of what was left out."""
 
     read: int = 0  # documents with text
-    not_utf8: int = 0  # files
-    not_utf8_files: list[str] = dataclasses.field(default_factory=list)
-    empty: int = 0
-    without_assistant: int = 0  # conversations
+    said: str = ""  # of what kinds these are, and what was left out (`chats.Tally`)
+    empty: int = 0  # documents of which the tokenizer leaves nothing
     held_out: int = 0
     duplicates: int = 0
     with_answer: int = 0  # documents in the parts that say which tokens the target or the assistant wrote
@@ -89,6 +87,10 @@ class DocumentParts(Parts):
         """Tokens of each part, once all are read; empty where none is scored."""
         return [int(list_lengths(part["tokens"]).sum()) for part in self._parts()] if self.scored else []
 
+    @cached_property
+    def tokeniser(self) -> Tokeniser:
+        return Tokeniser(self.target.tokenizer, self.target.eos_ids)
+
     def _parts(self) -> Iterator[pyarrow.Table]:
         return map(parquet.read_table, part_files(self.work))
 
@@ -112,10 +114,10 @@ class DocumentParts(Parts):
 
     def read_corpus(self) -> Counts:
         """Read the corpus and write the parts that the work folder lacks; UserError where it has changed since."""
-        counts, skipped, seen, n_parts = Counts(), Skipped(), set(), 0
+        counts, tally, seen, n_parts = Counts(), Tally(CORPUS_ADVICE), set(), 0
         changed = UserError(f"the corpus is no longer what this build began with; remove {self.work} to begin anew")
         with token_progress("tokenise", None) as advance:
-            for batch in self._batches(skipped):
+            for batch in self._batches(tally):
                 file = self.work / f"part-{n_parts:05d}-{digest_of(batch)}.parquet"
                 new = self._new_documents(batch, seen, counts)
                 if not file.is_file():
@@ -128,19 +130,18 @@ class DocumentParts(Parts):
                 counts.empty += len(new) - len(part)
                 counts.with_answer += sum(bool(mask.any()) for mask in part["is_response"].to_numpy())
                 advance(int(list_lengths(part["tokens"]).sum()))
-        counts.not_utf8, counts.not_utf8_files = len(skipped.not_utf8), skipped.not_utf8
-        counts.empty += skipped.empty
-        counts.without_assistant = skipped.without_assistant
+        self.tokeniser.finish()
+        counts.said = tally.say()
         if len(part_files(self.work)) > n_parts:
             raise changed
         write_json(self.work / COUNTS, counts)
         return counts
 
-    def _batches(self, skipped: Skipped) -> Iterator[list[Document]]:
+    def _batches(self, tally: Tally) -> Iterator[list[Document]]:
         """Yield the documents that are read for each part."""
         corpus, batch, n_characters = self.options.corpus, [], 0
         documents = read_documents(
-            *(corpus.path, corpus.fields, corpus.split, corpus.subset, skipped, self.target.tokenizer),
+            *(corpus.path, corpus.fields, corpus.split, corpus.subset, tally, self.target.tokenizer),
         )
         for document in itertools.islice(documents, corpus.max_documents):
             batch.append(document)
@@ -168,18 +169,18 @@ class DocumentParts(Parts):
     def tokenised(self, documents: list[Document]) -> pyarrow.Table:
         """Return a part of these documents, without those that the tokenizer normalises away."""
         rows, vocab_size = [], self.target.vocab_size
-        for document, found in zip(documents, token_documents(documents, self.target.tokenizer), strict=True):
+        for found in self.tokeniser.tokens(documents):
             if not len(found.tokens):
                 continue
             if len(found.tokens) >= MAX_SHARD_TOKENS:
-                raise UserError(f"{document.id} has more tokens than a shard ({MAX_SHARD_TOKENS}); split the document")
+                raise UserError(f"{found.id} has more tokens than a shard ({MAX_SHARD_TOKENS}); split the document")
             if found.tokens.max() >= vocab_size:
                 raise UserError(
-                    f"the tokenizer gives token {found.tokens.max()} in {document.id}, but the target knows "
+                    f"the tokenizer gives token {found.tokens.max()} in {found.id}, but the target knows "
                     f"{vocab_size}; give a target whose tokenizer is its own"
                 )
             mask = np.zeros(len(found.tokens), bool) if found.is_response is None else found.is_response
-            rows.append((document.id, found.tokens, mask))
+            rows.append((found.id, found.tokens, mask))
         columns = {name: [row[place] for row in rows] for place, name in enumerate(PART_COLUMNS.names)}
         return pyarrow.table(columns, schema=PART_COLUMNS)
 

@@ -44,7 +44,7 @@ from spectrain.methods.pld import PromptLookup
 from spectrain.methods.speculative import Speculative
 from spectrain.stores.environment import device_facts, provenance
 from spectrain.stores.folder import MANIFEST, sha256
-from spectrain.stores.prompts import Question, conversation_ids
+from spectrain.stores.prompts import Question, question_ids
 from spectrain.training.runs import RunFolder
 
 log = logging.getLogger(__name__)
@@ -70,8 +70,8 @@ def measure(
 ) -> None:
     """Measure the questions that `run` lacks, and write and show its results."""
     target = open_target(options.target)
-    prompt_ids = partial(conversation_ids, target.tokenizer, chat=options.chat)
-    prompt_ids(asked[0].turns[:1], [])  # a wrong chat= is refused before anything is measured
+    prompt_ids = partial(question_ids, target.tokenizer, chat=options.chat)
+    prompt_ids(asked[0], [])  # a wrong chat= is refused before anything is measured
     drafters, skipped = registry.build_methods(options, methods, target, sampling)
     baselines = build_baselines(options, target, drafters)
     penalty = getattr(target.model.generation_config, "repetition_penalty", None)

@@ -42,12 +42,12 @@ class Sampling:
 class Corpus:
     path: str | None = option(
         None,
-        "a file or folder of prose, source code, .jsonl or .parquet, a saved dataset, an id on the hub, or "
+        "a file or folder of chat data, prose or source code, a saved dataset, an id on the hub, or "
         "responses:<folder>, several separated by colons; null: the sources of Python's standard library",
         path=True,
     )
     fields: Any = option(
-        None, "fields of a row that make its text; null: its conversation, else all its texts", several=True
+        None, "columns of a row that hold its conversation or its texts; null: as docs/data.md says", several=True
     )
     split: str = option("train", "of a saved dataset or a hub dataset")
     subset: str | None = option(None, "of a hub dataset; null: its default")
@@ -110,7 +110,7 @@ class Bench(Artifacts, Built):
     variants: dict[str, Any] = group(dict)
     peers: Any = option([], "Hugging Face's generation: hf_generate, hf_prompt_lookup, hf_assisted", several=True)
     prompts: str | None = option(
-        None, ".jsonl of Spec-Bench, HumanEval, GSM8K, Alpaca or {prompt}; null: held-out stdlib modules", path=True
+        None, "questions or chats: a file, a folder, an id on the hub; null: held-out stdlib modules", path=True
     )
     limit: int | None = option(None, "questions, from the start of the file; null: all (20 without prompts)", least=1)
     chat: bool | str = CHAT
@@ -135,7 +135,7 @@ class Responses(Artifacts, Built):
 
     kind: str = "responses"
     prompts: str | None = option(
-        None, ".jsonl as for spectrain.bench; null: beginnings of stdlib modules that are not held out", path=True
+        None, "as for spectrain.bench; null: beginnings of stdlib modules that are not held out", path=True
     )
     limit: int | None = option(None, "prompts, from the start of the file; null: all (400 without prompts)", least=1)
     chat: bool | str = CHAT

@@ -63,14 +63,18 @@ def prompt_ids(tokenizer: PreTrainedTokenizerBase, prompt: Prompt) -> list[int]:
     return chat_ids(tokenizer, prompt)
 
 
-def chat_ids(tokenizer: PreTrainedTokenizerBase, messages: Sequence[Mapping[str, str]]) -> list[int]:
+def chat_ids(
+    tokenizer: PreTrainedTokenizerBase, messages: Sequence[Mapping[str, str]], tools: list[dict] | None = None
+) -> list[int]:
     """Return the token ids of messages by the tokenizer's chat template, ready for the answer.
+
+    `tools` are what the assistant may call, as JSON schemas.
 
     Raises:
         UserError: the template is broken, or refuses the messages.
     """
     advice = "give role and content, mend the template, or do without it (chat=false)"
-    asked = {"add_generation_prompt": True, "return_dict": True}
+    asked = {"add_generation_prompt": True, "return_dict": True, "tools": tools}
     return list(rendered(tokenizer, messages, "these messages", advice, **asked)["input_ids"])
 
 

@@ -39,7 +39,7 @@ class Benchmark:
     target: TargetModel
     decoders: Mapping[str, Callable[..., list[Generation]]]  # called as `generate`, without target and drafter
     questions: Sequence[Question]
-    prompt_ids: Callable[[Sequence[str], Sequence[Sequence[int]]], list[int]]  # of user turns and replies so far
+    prompt_ids: Callable[[Question, Sequence[Sequence[int]]], list[int]]  # of the next turn, and replies so far
     max_new_tokens: int  # of a reply
     batch_size: int = 1  # rows decoded together
 
@@ -105,7 +105,7 @@ class Benchmark:
                 question = self.questions[n]
                 if n in failed or turn >= len(question.turns):
                     continue
-                prompt = self.prompt_ids(question.turns[: turn + 1], [g.tokens for g in replies[n]])
+                prompt = self.prompt_ids(question, [g.tokens for g in replies[n]])
                 try:
                     check_prompt(self.target, prompt, max_new_tokens)
                     playing[n] = prompt

@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from itertools import islice
 
 import numpy as np
@@ -17,7 +18,8 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from spectrain.errors import UserError
-from spectrain.stores.conversations import chat_tokens
+from spectrain.stores.chat_tokens import ChatRenderer
+from spectrain.stores.chats import Row, Tally
 from spectrain.stores.texts import Document, unit_hash
 
 log = logging.getLogger(__name__)
@@ -74,28 +76,70 @@ class Packed:
         )
 
 
-def token_documents(documents: Iterable[Document], tokenizer: PreTrainedTokenizerBase) -> Iterator[TokenDocument]:
-    """Yield documents as tokens: responses as they are, conversations by the chat template, texts tokenized.
+class Tokeniser:
+    """Makes tokens of documents: responses as they are, conversations by the chat template, texts tokenized.
 
     Without a chat template a conversation is one text, its turns joined by blank lines.
+
+    Args:
+        tokenizer: of the target.
+        eos_ids: tokens that end a text of the target, besides the tokenizer's own.
     """
-    remaining, n_untemplated = iter(documents), 0
-    while group := list(islice(remaining, TOKENISED_TOGETHER)):
-        is_text = [d.tokens is None and (d.messages is None or tokenizer.chat_template is None) for d in group]
-        n_untemplated += sum(of_text and d.messages is not None for of_text, d in zip(is_text, group, strict=True))
-        texts = [d.text for of_text, d in zip(is_text, group, strict=True) if of_text]
-        encoded = iter(tokenizer(texts, add_special_tokens=False, verbose=False)["input_ids"] if texts else [])
-        for of_text, document in zip(is_text, group, strict=True):
-            if of_text:
-                ids, is_response = next(encoded), None
-            elif document.tokens is not None:
-                ids, is_response = document.tokens, np.arange(len(document.tokens)) >= document.n_prompt
-            else:
-                ids, is_response = chat_tokens(tokenizer, document.messages, document.id)
-            mask = None if is_response is None else np.asarray(is_response, bool)
-            yield TokenDocument(document.id, np.asarray(ids, np.int32), mask)
-    if n_untemplated:
-        log.warning("the tokenizer has no chat template: %d conversations are read as plain texts", n_untemplated)
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, eos_ids: Sequence[int] = ()) -> None:
+        self.tokenizer, self.eos_ids = tokenizer, eos_ids
+        self.tally, self.n_untemplated, self.n_unseen, self.names = Tally(), 0, 0, set()
+
+    @cached_property
+    def renderer(self) -> ChatRenderer:
+        """Of conversations; UserError where the template is broken."""
+        return ChatRenderer(self.tokenizer, self.eos_ids)
+
+    def tokens(self, documents: Iterable[Document]) -> Iterator[TokenDocument]:
+        """Yield documents as tokens, without the conversations that the template cannot render.
+
+        Raises:
+            UserError: these are too many.
+        """
+        remaining, has_template = iter(documents), self.tokenizer.chat_template is not None
+        while group := list(islice(remaining, TOKENISED_TOGETHER)):
+            chats = [d.chat for d in group if d.chat is not None and has_template]
+            texts = [d.text for d in group if d.tokens is None and not (d.chat is not None and has_template)]
+            encoded = iter(self.tokenizer(texts, add_special_tokens=False, verbose=False)["input_ids"] if texts else [])
+            of_chats = iter(self.renderer.tokens(chats) if chats else [])
+            for document in group:
+                mask = None
+                if document.tokens is not None:
+                    ids, mask = document.tokens, np.arange(len(document.tokens)) >= document.n_prompt
+                elif document.chat is None or not has_template:
+                    ids = next(encoded)
+                    self.n_untemplated += document.chat is not None
+                elif isinstance(chat := next(of_chats), UserError):
+                    self.tally.refuse(document.id, f"is refused: {chat}")
+                    continue
+                else:
+                    ids, mask = chat.ids, chat.is_assistant
+                    self.tally.take(Row("conversations", document.chat))
+                    self.n_unseen += chat.unseen
+                    self.names.update(*document.chat.messages, {"tools"} if document.chat.tools else ())
+                yield TokenDocument(document.id, np.asarray(ids, np.int32), mask)
+
+    def finish(self) -> None:
+        """Log what the user should know; UserError where too many conversations were refused."""
+        self.tally.check()
+        if self.n_untemplated:
+            log.warning("the tokenizer has no chat template: %d conversations are read as texts", self.n_untemplated)
+        if self.tally.n_broken:
+            log.warning("rendered by the chat template: %s", self.tally.say())
+        if self.n_unseen:
+            log.warning(
+                "%d of %d assistant turns are not learned: in the whole conversation the chat template writes them, or "
+                "what is before them, otherwise than the model saw and wrote it",
+                *(self.n_unseen, self.tally.replies),
+            )
+        if self.tally.kinds:
+            for sentence in self.renderer.remarks(self.names):
+                log.warning(sentence)
 
 
 def pack(
@@ -107,6 +151,7 @@ def pack(
     loss_on: str = "response",
     document_mask: bool = False,
     vocab_size: int | None = None,
+    eos_ids: Sequence[int] = (),
 ) -> Packed:
     """Tokenise documents and pack them into rows, training and held-out documents apart.
 
@@ -119,6 +164,7 @@ def pack(
         loss_on: "response": rows say which tokens are responses, where there are any. "all": they do not.
         document_mask: whether rows say where documents begin.
         vocab_size: of the target; None: not compared.
+        eos_ids: see `Tokeniser`.
 
     Raises:
         UserError: a side has too little text for one row, the tokenizer has no end of text, a chat template fails, or a
@@ -127,10 +173,13 @@ def pack(
     if tokenizer.eos_token_id is None:
         raise UserError("the target's tokenizer has no end-of-text token; set eos_token in its tokenizer_config.json")
     ordered = sorted(documents, key=lambda document: unit_hash(document.id))[:max_documents]
-    held_out = [document.is_held_out(held_out_share) for document in ordered]
+    held_out = {document.id for document in ordered if document.is_held_out(held_out_share)}
     sides: dict[bool, list[TokenDocument]] = {False: [], True: []}
-    for document, side in zip(token_documents(ordered, tokenizer), held_out, strict=True):
-        sides[side].append(document if loss_on == "response" else replace(document, is_response=None))
+    tokeniser = Tokeniser(tokenizer, eos_ids)
+    for document in tokeniser.tokens(ordered):
+        side = sides[document.id in held_out]
+        side.append(document if loss_on == "response" else replace(document, is_response=None))
+    tokeniser.finish()
     rows = {}
     for side, name in {False: "training", True: "held-out"}.items():
         rows[side] = rows_of(sides[side], tokenizer.eos_token_id, row_tokens, document_mask)

@@ -1,127 +1,97 @@
-"""Questions to measure on: prompt files in the formats of the field, and conversations as token ids.
-
-A prompt file is JSONL. The keys of its first row tell which of `FORMATS` it has, and every row must have those keys.
-"""
+"""Questions to measure on, from the same files as corpora (`chats.read_row`), and conversations as token ids."""
 
 from __future__ import annotations
 
-import json
-import re
-from collections.abc import Iterator, Sequence
+import logging
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import takewhile
 from pathlib import Path
 
 from transformers import PreTrainedTokenizerBase
 
 from spectrain.decoding.text import chat_ids
 from spectrain.errors import UserError, check_whole
-from spectrain.stores.files import parse_json
+from spectrain.stores.chats import Broken, Row, Tally
+from spectrain.stores.texts import source_rows
 
-FORMATS = {  # a file has the first of these whose keys its first row has
-    "Spec-Bench": ("question_id", "category", "turns"),
-    "HumanEval": ("task_id", "prompt"),
-    "GSM8K": ("question",),
-    "Alpaca": ("instruction", "input"),
-    "plain": ("prompt",),
-}
-SURROGATE = re.compile("[\ud800-\udfff]")  # half a character: JSON can name it, UTF-8 and tokenizers cannot
-SHOWN_CHARACTERS = 40  # of a wrong value in a message
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
 class Question:
     """A question in one or more turns."""
 
-    id: str  # unique within its file: question_id, task_id or "<stem>-<line>"
-    category: str  # Spec-Bench's category, else the file's stem
+    id: str  # unique within its source: the row's question_id or task_id, or "<stem>-<line>"
+    category: str  # Spec-Bench's category, else the source's stem
     turns: tuple[str, ...]  # user turns, played one after the other
+    system: str = ""  # what the system says before them; empty: nothing
+    tools: list[dict] | None = None  # what the assistant may call
 
 
 def read_prompts(path: str | Path, limit: int | None = None) -> list[Question]:
-    """Read the first `limit` questions of a prompt file; None: all. Halves of characters become U+FFFD.
+    """Read the first `limit` questions of a file, a folder, or a dataset of the hub (`owner/name` or with `:split`).
 
-    UserError is raised where there is no such file, or a line is not a row of its format.
+    Of a conversation the user's turns are asked, up to the first one that a tool's answer leads to. A line of the log
+    says what was left out.
+
+    Raises:
+        UserError: there is nothing at the path, too many rows cannot be read, or two have the same id.
     """
     if limit is not None:
         check_whole("limit", limit, 1)
-    file = Path(path).expanduser()
-    known = ", ".join(list(FORMATS)[:-1]) + " or plain"
-    if not file.is_file():
-        what = "is a folder" if file.is_dir() else "does not exist"
-        raise UserError(f"prompts={path} {what}; give one .jsonl file of {known} rows")
+    name, _, split = str(path).partition(":") if not Path(path).expanduser().exists() else (str(path), "", "")
     questions: dict[str, Question] = {}
-    stem, format_name = SURROGATE.sub("\ufffd", file.stem), None
-    for number, row in json_rows(file, file.name):
-        where = f"line {number} of {file.name}"
-        format_name = format_name or _format_of(row, where)
-        question = _question(row, format_name, where, f"{stem}-{number}", stem)
+    tally = Tally()
+    for where, row, columns in source_rows(name, (), split or "train", None, tally, "prompts"):
+        origin, _, number = where.rpartition(":") if row.kind != "files" else (where, "", "1")
+        stem = Path(origin if Path(name, origin).is_file() else name.rstrip("/")).name.partition(".")[0]
+        try:
+            question = _question(row, columns, f"{stem}-{number}", stem)
+        except Broken as error:
+            tally.refuse(where, str(error))
+            continue
+        if question is None:
+            tally.skipped["without a question"] += 1
+            continue
         if question.id in questions:
-            raise UserError(f"{where} repeats the id {question.id!r} of an earlier line; give each question its own")
+            raise UserError(f"{where} repeats the id {question.id!r} of an earlier row; give each question its own")
+        tally.take(row)
         questions[question.id] = question
         if len(questions) == limit:
             break
+    tally.check()
     if not questions:
-        raise UserError(f"{path} has no question; give one .jsonl file of {known} rows")
+        raise UserError(f"prompts={path} has no question; give one file of questions, conversations or texts")
+    if tally.skipped or tally.n_broken:
+        log.warning("%s: %s", path, tally.say())
     return list(questions.values())
 
 
-def json_rows(file: Path, name: str) -> Iterator[tuple[int, dict]]:
-    """Yield line numbers, from 1, and objects of a user's JSON-lines file, which messages call `name`."""
-    with file.open("rb") as lines:  # as bytes only a line feed ends a line, no carriage return or U+2028
-        for number, line in enumerate(lines, start=1):
-            where = f"line {number} of {name}"
-            try:
-                text = line.decode("utf-8-sig" if number == 1 else "utf-8")
-                row = parse_json(text) if text.strip() else None
-            except UnicodeDecodeError as error:
-                raise UserError(f"{where} is not UTF-8 (byte {error.start + 1}); save the file as UTF-8") from error
-            except json.JSONDecodeError as error:
-                raise UserError(f"{where} is not JSON ({error.msg}, column {error.colno}); mend it") from error
-            except ValueError as error:  # NaN or Infinity
-                raise UserError(f"{where} cannot be read ({error}); mend it") from error
-            if isinstance(row, dict):
-                yield number, row
-            elif text.strip():
-                raise UserError(f"{where} is no JSON object but {_shown(row)}; give one {{...}} per line")
+def _question(row: Row, columns: Mapping, row_id: str, stem: str) -> Question | None:
+    """Return what a row asks, or None; `row_id` and `stem` are for rows without id and category."""
+    known = columns.get("question_id", columns.get("task_id", row_id))
+    if not isinstance(known, str | int):
+        raise Broken(f"has the id {known!r}; give a text or a number")
+    category = columns["category"] if isinstance(columns.get("category"), str) and "question_id" in columns else stem
+    if row.chat is None:
+        return Question(str(known), category, (row.text,)) if row.text.strip() else None
+    asked = takewhile(lambda m: m["role"] != "tool" and "tool_calls" not in m, row.chat.messages)
+    said = [(message["role"], message["content"]) for message in asked]
+    turns = tuple(text for role, text in said if role == "user")
+    system = "\n\n".join(text for role, text in said if role == "system")
+    return Question(str(known), category, turns, system, row.chat.tools) if turns else None
 
 
-def _format_of(row: dict, where: str) -> str:
-    for name, keys in FORMATS.items():
-        if all(key in row for key in keys):
-            return name
-    known = ", ".join(f"{name} ({', '.join(keys)})" for name, keys in FORMATS.items())
-    raise UserError(f"{where} has the keys {_shown(list(row))}; expected those of one format: {known}")
-
-
-def _question(row: dict, format_name: str, where: str, line_id: str, stem: str) -> Question:
-    """Return a row as a question, every value checked; `line_id` and `stem` are for rows without id and category."""
-    values = {}
-    for key in FORMATS[format_name]:
-        if key not in row:
-            raise UserError(f"{where} lacks the key {key!r} of {format_name} rows like the file's first; add it")
-        value = row[key]
-        if key == "turns":
-            if not isinstance(value, list) or not value:
-                raise UserError(f"{where} has {_shown(value)} as 'turns'; give a list of one or more texts")
-            values[key] = tuple(_text(turn, f"turns[{i}]", where) for i, turn in enumerate(value))
-        else:
-            is_number = key in ("question_id", "task_id") and type(value) is int
-            values[key] = _text(str(value) if is_number else value, key, where, may_be_empty=key == "input")
-    texts = [values[key] for key in ("prompt", "question", "instruction", "input") if key in values]
-    turns = values.get("turns", ("\n".join(text for text in texts if text.strip()),))
-    return Question(values.get("question_id", values.get("task_id", line_id)), values.get("category", stem), turns)
-
-
-def _text(value: object, key: str, where: str, may_be_empty: bool = False) -> str:
-    """Return a value of a row that must be a text, without halves of characters."""
-    if not isinstance(value, str) or not (value.strip() or may_be_empty):
-        raise UserError(f"{where} has {_shown(value)} as {key!r}; give a text or remove the line")
-    return SURROGATE.sub("\ufffd", value)
-
-
-def _shown(value: object) -> str:
-    text = json.dumps(value)
-    return text if len(text) <= SHOWN_CHARACTERS else f"{text[:SHOWN_CHARACTERS]}.."
+def question_ids(
+    tokenizer: PreTrainedTokenizerBase,
+    question: Question,
+    replies: Sequence[str | Sequence[int]],
+    chat: bool | str = "auto",
+) -> list[int]:
+    """Return the token ids of the turn of a question that waits for its reply; see `conversation_ids`."""
+    turns = question.turns[: len(replies) + 1]
+    return conversation_ids(tokenizer, turns, replies, chat, question.system, question.tools)
 
 
 def conversation_ids(
@@ -129,6 +99,8 @@ def conversation_ids(
     turns: Sequence[str],
     replies: Sequence[str | Sequence[int]],
     chat: bool | str = "auto",
+    system: str = "",
+    tools: list[dict] | None = None,
 ) -> list[int]:
     """Return the token ids of a conversation that waits for its next reply.
 
@@ -141,6 +113,8 @@ def conversation_ids(
         replies: to all turns but the last, as text or as token ids. From ids, special tokens and closing end-of-text
             tokens are dropped.
         chat: whether to use the template, which must exist then; "auto": if the tokenizer has one.
+        system: what the system says first. Where the template refuses that, the first turn begins with it.
+        tools: what the assistant may call, as JSON schemas.
     """
     assert len(turns) == len(replies) + 1, (len(turns), len(replies))
     if chat not in ("auto", True, False):
@@ -157,5 +131,12 @@ def conversation_ids(
             reply = tokenizer.decode(list(reply[:end]), skip_special_tokens=True)
         messages += [{"role": "assistant", "content": reply}, {"role": "user", "content": turn}]
     if chat is False or tokenizer.chat_template is None:
-        return list(tokenizer("\n".join(message["content"] for message in messages))["input_ids"])
-    return chat_ids(tokenizer, messages)
+        texts = [system] * bool(system) + [message["content"] for message in messages]
+        return list(tokenizer("\n".join(texts))["input_ids"])
+    if not system:
+        return chat_ids(tokenizer, messages, tools)
+    try:
+        return chat_ids(tokenizer, [{"role": "system", "content": system}, *messages], tools)
+    except UserError:
+        messages[0]["content"] = f"{system}\n\n{turns[0]}"
+        return chat_ids(tokenizer, messages, tools)

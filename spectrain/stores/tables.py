@@ -1,48 +1,175 @@
-"""Rows of tables as texts or conversations: JSONL, Parquet, folders of `save_to_disk`, datasets of the hub.
+"""Rows of tables: JSON, JSON lines, CSV, Parquet, also compressed; folders of `save_to_disk`, datasets of the hub.
 
-Everything is read row by row or batch by batch, so a table may be larger than memory. Every `*_texts` function yields
-the numbers of lines or rows, from 1, with their content, a text or the messages of a conversation. UserError is raised
-where a row is malformed or lacks a field.
+Everything is read row by row or batch by batch, so a table may be larger than memory. Every function yields the
+numbers of lines or rows, from 1, with the row by column, or with what is wrong with it (`chats.Broken`).
 """
 
 from __future__ import annotations
 
+import codecs
+import csv
+import io
+import json
 import os
-from collections.abc import Iterable, Iterator, Sequence
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import BinaryIO, TextIO
 
+import pyarrow
 import pyarrow.parquet
 from huggingface_hub import HfApi
 from huggingface_hub.errors import HfHubHTTPError
 from pyarrow import ArrowException
 
 from spectrain.errors import UserError
-from spectrain.stores.conversations import Messages, conversation_column, messages_of
-from spectrain.stores.prompts import SURROGATE, json_rows
+from spectrain.stores.chats import TURNS, Broken
+from spectrain.stores.files import parse_json
 
 BATCH_ROWS = 1024  # of a Parquet file, read at once
+READ_CHARACTERS = 1 << 20  # of a JSON array, at once
+LONGEST_ROW = 1 << 28  # characters of an element, a line or a cell
+SPACE = re.compile(r"[\s,]*")  # between elements
 HUB_TIMEOUT_S = 20.0
 SAVED = ("dataset_dict.json",), ("dataset_info.json", "state.json")  # what save_to_disk leaves, of splits and of one
+COMPRESSED = {".gz": "gzip", ".bz2": "bz2", ".zst": "zstd", ".lz4": "lz4"}
+SHOWN_CHARACTERS = 40  # of a wrong value in a message
 
-Content = str | Messages
-Rows = Iterator[tuple[int, Content]]
+LINES = (".jsonl", ".ndjson")
 
-
-def jsonl_texts(file: Path, name: str, fields: Sequence[str] | None) -> Rows:
-    """Yield the texts of a JSONL file that messages call `name`."""
-    for number, row in json_rows(file, name):
-        yield number, row_content(row, fields, f"line {number} of {name}")
+Rows = Iterator[tuple[int, Mapping | Broken]]
 
 
-def parquet_texts(file: Path, name: str, fields: Sequence[str] | None) -> Rows:
-    """Yield the texts of a Parquet file that messages call `name`."""
+def suffix_of(file: Path) -> str:
+    """Return the suffix of a file's content: .jsonl of chats.jsonl.gz."""
+    return Path(file.stem).suffix if file.suffix in COMPRESSED else file.suffix
+
+
+def opened(file: Path) -> BinaryIO:
+    """Open a file to be read, decompressed where its name says that it is compressed."""
+    if file.suffix not in COMPRESSED:
+        return file.open("rb")
+    raw = pyarrow.OSFile(str(file))
+    return io.BufferedReader(pyarrow.CompressedInputStream(raw, COMPRESSED[file.suffix]))
+
+
+def file_rows(file: Path, name: str, columns: Sequence[str] = ()) -> Rows | None:
+    """Yield the rows of a file that messages call `name`, of a Parquet file these columns alone; None: it is no table.
+
+    Raises:
+        UserError: the file cannot be read as what its name says.
+    """
+    read = READERS.get(suffix_of(file))
+    return None if read is None else _naming(read(file, name, columns), name)
+
+
+def _naming(rows: Rows, name: str) -> Rows:
     try:
-        with pyarrow.parquet.ParquetFile(file) as table:
-            columns, batches = table.schema_arrow.names, table.iter_batches(BATCH_ROWS, columns=fields)
-            rows = (row for batch in batches for row in batch.to_pylist())
-            yield from _texts(rows, columns, name, fields)
-    except (ArrowException, OSError) as error:
-        raise UserError(f"{name} cannot be read as Parquet ({_line(error)}); fetch or write it again") from error
+        yield from rows
+    except UnicodeDecodeError as error:
+        raise UserError(f"{name} is not UTF-8 (byte {error.start + 1}); save the file as UTF-8") from error
+    except (ArrowException, csv.Error, EOFError) as error:
+        raise UserError(f"{name} cannot be read ({_line(error)}); fetch or write it again") from error
+
+
+def _lines(file: Path, name: str, columns: Sequence[str]) -> Rows:
+    with opened(file) as lines:
+        for number, line in enumerate(lines, start=1):  # as bytes only a line feed ends a line, no U+2028
+            try:
+                text = line.decode("utf-8-sig" if number == 1 else "utf-8")
+                if text.strip():
+                    yield number, _row(parse_json(text))
+            except UnicodeDecodeError as error:
+                yield number, Broken(f"is not UTF-8 (byte {error.start + 1})")
+            except json.JSONDecodeError as error:
+                yield number, Broken(f"is not JSON ({error.msg}, column {error.colno})")
+            except ValueError as error:  # NaN or Infinity
+                yield number, Broken(f"cannot be read ({error})")
+
+
+def _json(file: Path, name: str, columns: Sequence[str]) -> Rows:
+    """Yield the objects of an array, of the only list of an object, of lines, or the object that the file is."""
+    with opened(file) as content:
+        first, second = content.readline(LONGEST_ROW), content.readline(LONGEST_ROW)
+    try:
+        one = json.loads(first) if second.strip() else None
+    except ValueError:
+        one = None
+    if isinstance(one, Mapping):
+        yield from _lines(file, name, columns)
+        return
+    with opened(file) as content, io.TextIOWrapper(content, encoding="utf-8-sig") as text:
+        if first.removeprefix(codecs.BOM_UTF8).lstrip()[:1] == b"[":
+            yield from enumerate(map(_row, _elements(text, name)), start=1)
+            return
+        try:
+            value = parse_json(text.read())
+        except ValueError as error:
+            raise UserError(f"{name} is not JSON ({_line(error)}); mend it") from error
+    is_row = not isinstance(value, Mapping) or TURNS.keys() & value.keys()
+    lists = [] if is_row else [found for found in value.values() if isinstance(found, list)]
+    if len(lists) == 1 and lists[0] and all(isinstance(row, Mapping) for row in lists[0]):
+        yield from enumerate(lists[0], start=1)
+    else:
+        yield 1, _row(value)
+
+
+def _elements(text: TextIO, name: str) -> Iterator[object]:
+    """Yield the elements of a JSON array one by one, however long it is."""
+    decoder, kept, place, n_found, size = json.JSONDecoder(), text.read(READ_CHARACTERS), 0, 0, READ_CHARACTERS
+    place = kept.index("[") + 1
+    while True:
+        place = SPACE.match(kept, place).end()
+        if kept[place : place + 1] == "]":
+            return
+        try:
+            value, end = decoder.raw_decode(kept, place)
+        except json.JSONDecodeError as error:
+            more = text.read(size)
+            if not more or len(kept) - place > LONGEST_ROW:
+                raise UserError(f"{name} is not JSON behind row {n_found} ({error.msg}); mend it") from error
+            kept, place, size = kept[place:] + more, 0, 2 * size
+            continue
+        size = READ_CHARACTERS
+        yield value
+        n_found += 1
+        place = end
+
+
+def _row(value: object) -> Mapping | Broken:
+    if isinstance(value, Mapping):
+        return value
+    text = json.dumps(value)
+    text = text if len(text) <= SHOWN_CHARACTERS else f"{text[:SHOWN_CHARACTERS]}.."
+    return Broken(f"is no JSON object but {text}; give objects with named values")
+
+
+def _csv(file: Path, name: str, columns: Sequence[str]) -> Rows:
+    csv.field_size_limit(LONGEST_ROW)
+    with opened(file) as content, io.TextIOWrapper(content, encoding="utf-8-sig", newline="") as text:
+        rows = csv.DictReader(text, delimiter="\t" if suffix_of(file) == ".tsv" else ",")
+        for number, row in enumerate(rows, start=1):
+            fits = None not in row and None not in row.values()
+            yield (
+                number,
+                row if fits else Broken(f"has another number of cells than the {len(rows.fieldnames)} columns"),
+            )
+
+
+def _parquet(file: Path, name: str, columns: Sequence[str]) -> Rows:
+    with pyarrow.parquet.ParquetFile(file) as table:
+        known = set(table.schema_arrow.names)
+        chosen = list(columns) if columns and known.issuperset(columns) else None
+        batches = table.iter_batches(BATCH_ROWS, columns=chosen)
+        yield from enumerate((row for batch in batches for row in batch.to_pylist()), start=1)
+
+
+READERS = {
+    **dict.fromkeys(LINES, _lines),
+    ".json": _json,
+    **dict.fromkeys((".csv", ".tsv"), _csv),
+    ".parquet": _parquet,
+}
 
 
 def is_saved(path: str | None) -> bool:
@@ -52,8 +179,8 @@ def is_saved(path: str | None) -> bool:
     return any(all(os.path.isfile(Path(path).expanduser() / name) for name in names) for names in SAVED)
 
 
-def saved_texts(folder: Path, split: str, fields: Sequence[str] | None) -> Rows:
-    """Yield the texts of a folder that `datasets.save_to_disk` wrote."""
+def saved_rows(folder: Path, split: str, columns: Sequence[str] = ()) -> Rows:
+    """Yield the rows of a folder that `datasets.save_to_disk` wrote."""
     import datasets  # here: commands that read no dataset start without it
 
     try:
@@ -64,16 +191,16 @@ def saved_texts(folder: Path, split: str, fields: Sequence[str] | None) -> Rows:
         if split not in rows:
             raise UserError(f"{folder} has no split {split}; set corpus.split to one of {', '.join(rows)}")
         rows = rows[split]
-    yield from _texts(rows, rows.column_names, folder.name, fields)
+    yield from _dataset_rows(rows, folder.name, columns)
 
 
-def hub_texts(name: str, subset: str | None, split: str, fields: Sequence[str] | None) -> Rows:
-    """Yield the texts of a dataset of the hub, or of a local folder that `load_dataset` knows, streamed."""
-    import datasets  # see saved_texts
+def hub_rows(name: str, subset: str | None, split: str, columns: Sequence[str] = ()) -> Rows:
+    """Yield the rows of a dataset of the hub, or of a local folder that `load_dataset` knows, streamed."""
+    import datasets  # see saved_rows
 
     if not Path(name).exists():
         # One request, so that a missing network is noticed before `load_dataset` tries for half a minute.
-        where = f"corpus.path={name} is no file or folder here, and as a Hugging Face dataset it"
+        where = f"{name} is no file or folder here, and as a Hugging Face dataset it"
         try:
             HfApi().dataset_info(name, timeout=HUB_TIMEOUT_S)
         except HfHubHTTPError as error:
@@ -87,46 +214,18 @@ def hub_texts(name: str, subset: str | None, split: str, fields: Sequence[str] |
             f"dataset {name} has no subset {subset or 'by default'} with a split {split} that can be read "
             f"({_line(error)}); change corpus.subset or corpus.split"
         ) from error
-    yield from _texts(rows, rows.column_names, name, fields)
+    yield from _dataset_rows(rows, name, columns)
 
 
-def _texts(rows: Iterable[dict], columns: Sequence[str] | None, name: str, fields: Sequence[str] | None) -> Rows:
-    """Yield the texts of rows with these columns; None: the columns are not known beforehand."""
-    if fields and columns is not None:
-        if lacking := [field for field in fields if field not in columns]:
-            raise UserError(f"{name} has no text field {lacking[0]!r}; set corpus.fields to its ({', '.join(columns)})")
-        if hasattr(rows, "select_columns"):  # a dataset reads only these
-            rows = rows.select_columns(fields)
+def _dataset_rows(rows: Iterable[dict], name: str, columns: Sequence[str]) -> Rows:
+    if columns and set(rows.column_names or ()).issuperset(columns):  # a dataset reads only these
+        rows = rows.select_columns(list(columns))
     number = 0
     try:
         for number, row in enumerate(rows, start=1):
-            yield number, row_content(row, fields, f"row {number} of {name}")
-    except UserError:
-        raise
+            yield number, row
     except Exception as error:  # a shard that is damaged, or the network that went away
         raise UserError(f"{name} cannot be read after row {number} ({_line(error)}); fetch it anew") from error
-
-
-def row_content(row: dict, fields: Sequence[str] | None, where: str) -> Content:
-    """Return the text of a row, or the messages of the conversation that it holds (`conversation_column`).
-
-    The text is that of its fields joined by blank lines. Without `fields` these are all that are strings. A named field
-    may also be a list of strings or of {"content": string}; null is an empty text. Halves of characters, which JSON can
-    name and UTF-8 cannot (a lone \\ud800), become U+FFFD.
-
-    Raises:
-        UserError: a field is missing or is no text; `where` names the row.
-    """
-    if (column := conversation_column(row, fields)) is not None:
-        return messages_of(row[column], where)
-    texts = []
-    for key in fields or [key for key, value in row.items() if isinstance(value, str)]:
-        value = "" if row.get(key) is None else row[key]
-        turns = [t.get("content") if isinstance(t, dict) else t for t in value] if isinstance(value, list) else [value]
-        if key not in row or not all(isinstance(turn, str) for turn in turns):
-            raise UserError(f"{where} has no text field {key!r}; set corpus.fields to keys it has ({', '.join(row)})")
-        texts.append("\n\n".join(turns))
-    return SURROGATE.sub("\ufffd", "\n\n".join(text for text in texts if text))
 
 
 def _line(error: Exception) -> str:

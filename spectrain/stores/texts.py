@@ -12,8 +12,9 @@ import logging
 import os
 import re
 import sysconfig
-from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import chain, islice
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -23,18 +24,19 @@ from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from spectrain.decoding import tokenizer_fingerprint
 from spectrain.errors import UserError
-from spectrain.stores.conversations import Messages, has_assistant, plain_text
-from spectrain.stores.tables import Content, hub_texts, is_saved, jsonl_texts, parquet_texts, saved_texts
+from spectrain.stores.chats import Broken, Chat, Row, Tally, plain_text, read_row
+from spectrain.stores.tables import LINES, Rows, file_rows, hub_rows, is_saved, opened, saved_rows, suffix_of
 
 if TYPE_CHECKING:
     from spectrain.stores.rows import ResponseStore
 
 log = logging.getLogger(__name__)
 
+CORPUS_ADVICE = "mend or remove what cannot be read, or name the columns of its text by corpus.fields"
 OF_RESPONSES = "responses:"
 END_OF_TEXT = "<|endoftext|>"
 SUFFIXES = (
-    *(".txt", ".md", ".rst", ".tex", ".jsonl", ".parquet"),
+    *(".txt", ".md", ".rst", ".tex", ".json", ".jsonl", ".ndjson", ".csv", ".tsv", ".parquet"),
     *(".py", ".pyi", ".c", ".h", ".cc", ".cpp", ".cxx", ".hh", ".hpp", ".cu", ".rs", ".go", ".java", ".kt", ".scala"),
     *(".js", ".jsx", ".ts", ".tsx", ".cs", ".swift", ".rb", ".php", ".pl", ".lua", ".r", ".jl", ".hs", ".ml", ".sh"),
     *(".sql", ".proto", ".html", ".css"),
@@ -42,16 +44,17 @@ SUFFIXES = (
 HUB_ID = re.compile(r"[\w][\w.-]*(/[\w][\w.-]*)?")  # name or owner/name
 NO_CODE = {"site-packages", "dist-packages", "encodings", "pydoc_data", "__pycache__"}  # installed packages, tables
 LATER_TURN = re.compile(r" turn \d+$")  # see `turn_id`
+FIRST_ROWS = 10  # of a table in a folder, which is left out where none of them can be read
 STDLIB_HELD_OUT = 0.05  # share of the library's modules that no training sees
 
 
 @dataclass(frozen=True)
 class Document:
-    """One text, conversation, or prompt with its response. Its id (a path or a line number) is unique in its corpus."""
+    """One text, conversation, or prompt with its response. Its id, a path or a row's number, is unique in a corpus."""
 
     id: str
     text: str  # of a conversation its turns; of a response empty
-    messages: Messages | None = None  # of a conversation
+    chat: Chat | None = None  # of a conversation, which ends with a reply
     tokens: np.ndarray | None = None  # [n] int32: a prompt and its response, as the target read and wrote them
     n_prompt: int = 0  # tokens of the prompt
     prompt_id: str | None = None  # all draws of a prompt are held out, or none
@@ -64,21 +67,7 @@ class Document:
         """Return what is equal for equal documents."""
         if self.tokens is not None:
             return self.tokens.tobytes()
-        return (self.text if self.messages is None else json.dumps(self.messages)).encode()
-
-
-@dataclass
-class Skipped:
-    """What reading a corpus left out."""
-
-    not_utf8: list[str] = field(default_factory=list)  # names of files
-    empty: int = 0  # documents without text
-    without_assistant: int = 0  # conversations in which the assistant says nothing
-
-    def say(self) -> None:
-        """Log what is not named while reading."""
-        if self.without_assistant:
-            log.warning("left out, without an assistant turn: %d conversations", self.without_assistant)
+        return (self.text if self.chat is None else json.dumps([self.chat.messages, self.chat.tools])).encode()
 
 
 def read_documents(
@@ -86,83 +75,112 @@ def read_documents(
     fields: str | list[str] | None = None,
     split: str = "train",
     subset: str | None = None,
-    skipped: Skipped | None = None,
+    tally: Tally | None = None,
     tokenizer: PreTrainedTokenizerBase | None = None,
 ) -> Iterator[Document]:
-    """Yield the documents of a corpus.
+    """Yield the documents of a corpus, and log at its end what was read and what was left out.
 
     Args:
         path: a file; a folder, of which every file that `SUFFIXES` names is read; a folder that
             `datasets.save_to_disk` wrote; `responses:` with a store of data_prep.responses after it, or several with
-            colons between them; otherwise the id of a Hugging Face dataset, which is streamed. A `.jsonl` file gives
-            one document per line; a `.parquet` file, a dataset and a store give one per row. None: the sources of this
-            interpreter's standard library, without installed packages and modules of data (`encodings`).
-        fields: of a row that make its text, joined by blank lines. None: the conversation in a column of
-            `conversations.COLUMNS`, else all fields that are strings.
+            colons between them; otherwise the id of a Hugging Face dataset, which is streamed. A table gives one
+            document per row (`chats.read_row`). None: the sources of this interpreter's standard library, without
+            installed packages and modules of data (`encodings`).
+        fields: columns of a row that hold its conversation, or its texts, which are joined by blank lines. None: as
+            the row's columns say.
         split: of a dataset.
         subset: of a dataset on the hub.
-        skipped: counts what is left out.
+        tally: counts what is read and left out.
         tokenizer: of the target, whose ids a store of responses must hold.
 
     Raises:
-        UserError: there is no such corpus, a file cannot be read, or a row is malformed or lacks a field.
+        UserError: there is no such corpus, a file cannot be read, or too many of its rows cannot.
     """
-    skipped = Skipped() if skipped is None else skipped
-    fields = [fields] if isinstance(fields, str) else fields
+    tally = Tally(CORPUS_ADVICE) if tally is None else tally
+    fields = [fields] if isinstance(fields, str) else fields or ()
     if path is not None and path.startswith(OF_RESPONSES):
         yield from _responses(path, tokenizer)
         return
+    for name, row, _ in source_rows(path, fields, split, subset, tally):
+        if row.chat is None:
+            if row.text.strip():
+                tally.take(row)
+                yield Document(name, row.text)
+            else:
+                tally.skipped["empty"] += 1
+        elif (chat := row.chat.answered()) is None:
+            tally.skipped["without a reply" if row.chat.messages else "empty"] += 1
+        else:
+            tally.take(replace(row, chat=chat))
+            yield Document(name, plain_text(chat.messages), chat)
+    tally.check()
+    if tally.replies or tally.skipped or tally.n_broken:
+        log.log(logging.WARNING if tally.n_broken else logging.INFO, "%s: %s", path or "the library", tally.say())
+
+
+def source_rows(
+    path: str | None, fields: Sequence[str], split: str, subset: str | None, tally: Tally, option: str = "corpus.path"
+) -> Iterator[tuple[str, Row, Mapping]]:
+    """Yield the id of each file of text and each row of a table, its content, and the row by column.
+
+    See `read_documents`. The tally counts rows that are broken; `option` gave the path.
+    """
     try:
-        for name, contents in _sources(path, fields, split, subset, skipped):
-            for number, content in contents:
-                document = _document(name if number is None else f"{name}:{number}", content)
-                if document.messages is not None and not has_assistant(document.messages):
-                    skipped.without_assistant += 1
-                elif document.text.strip():
-                    yield document
-                else:
-                    skipped.empty += 1
-        skipped.say()
+        for name, rows in _sources(path, fields, split, subset, tally, option):
+            if isinstance(rows, str):
+                yield name, Row("files", text=rows), {}
+                continue
+            what = "line" if suffix_of(Path(name)) in LINES else "row"
+            for number, found in rows:
+                try:
+                    if isinstance(found, Broken):
+                        raise found
+                    yield f"{name}:{number}", read_row(found, fields), found
+                except Broken as error:
+                    tally.refuse(f"{what} {number} of {name}", str(error))
     except OSError as error:  # no file may go missing unnoticed
         reason = error.strerror or error
         raise UserError(f"{error.filename or path} cannot be read ({reason}); make it readable or remove it") from error
 
 
-def _document(name: str, content: Content) -> Document:
-    is_text = isinstance(content, str)
-    return Document(name, content if is_text else plain_text(content), None if is_text else content)
-
-
 def _sources(
-    path: str | None, fields: list[str] | None, split: str, subset: str | None, skipped: Skipped
-) -> Iterator[tuple[str, Iterable[tuple[int | None, Content]]]]:
-    """Yield the name of each file or dataset of a corpus, and its contents with their numbers.
-
-    Without a number the content is the file's only text.
-    """
+    path: str | None, fields: Sequence[str], split: str, subset: str | None, tally: Tally, option: str
+) -> Iterator[tuple[str, str | Rows]]:
+    """Yield the name of each file or dataset of a corpus, with its text or its rows."""
     if is_remote(path):
         log.info("streaming %s from the Hugging Face hub", path)
-        yield f"{subset or ''}:{split}".lstrip(":"), hub_texts(path, subset, split, fields)
+        yield f"{subset or ''}:{split}".lstrip(":"), hub_rows(path, subset, split, fields)
         return
     if is_saved(path):
-        yield "row", saved_texts(Path(path).expanduser(), split, fields)
+        yield "row", saved_rows(Path(path).expanduser(), split, fields)
         return
-    root, files = _files(path)
+    root, files = _files(path, option)
     for file in files:
         # Bytes of a file name that are not UTF-8 become \xff, so that any name can be hashed and written.
         name = os.fsencode(file.relative_to(root)).decode("utf-8", "backslashreplace")
-        if file.suffix == ".parquet":
-            yield name, parquet_texts(file, name, fields)
-        elif file.suffix == ".jsonl":
-            yield name, jsonl_texts(file, name, fields)
-        else:
-            try:
-                text = file.read_text(encoding="utf-8")
-            except UnicodeDecodeError:
-                log.log(logging.DEBUG if path is None else logging.WARNING, "left out, not UTF-8: %s", name)
-                skipped.not_utf8.append(name)
-                continue
-            yield name, [(None, text)]
+        if (rows := file_rows(file, name, fields)) is not None:
+            first = list(islice(rows, FIRST_ROWS))
+            if file == Path(path).expanduser() or not first or any(_fits(row, fields) for _, row in first):
+                yield name, chain(first, rows)
+            else:  # settings or numbers that lie beside the texts
+                log.warning("left out, a table without conversations, questions or texts: %s", name)
+                tally.skipped["tables of other things"] += 1
+            continue
+        try:
+            with opened(file) as content:
+                text = content.read().decode()
+        except UnicodeDecodeError:
+            log.log(logging.DEBUG if path is None else logging.WARNING, "left out, not UTF-8: %s", name)
+            tally.skipped["not UTF-8"] += 1
+            continue
+        yield name, text
+
+
+def _fits(row: Mapping | Broken, fields: Sequence[str]) -> bool:
+    try:
+        return not isinstance(row, Broken) and read_row(row, fields) is not None
+    except Broken:
+        return False
 
 
 def responses_of(path: str, tokenizer: PreTrainedTokenizerBase | None) -> list[ResponseStore]:
@@ -196,15 +214,17 @@ def is_remote(path: str | None) -> bool:
     """Return whether a corpus is a dataset of the hub: nothing exists at its path, and the path looks like an id."""
     if path is None or Path(path).expanduser().exists():
         return False
-    return Path(path).suffix not in SUFFIXES and bool(HUB_ID.fullmatch(path))
+    return suffix_of(Path(path)) not in SUFFIXES and bool(HUB_ID.fullmatch(path))
 
 
-def _files(path: str | None) -> tuple[Path, list[Path]]:
+def _files(path: str | None, option: str) -> tuple[Path, list[Path]]:
     """Return a corpus's folder and its files, without those in hidden folders (version control, environments)."""
     is_stdlib, suffixes = path is None, (".py",) if path is None else SUFFIXES
     root = Path(sysconfig.get_paths()["stdlib"] if is_stdlib else path).expanduser()
     if not root.exists():
-        raise UserError(f"corpus.path={path} does not exist; give a text file, a .jsonl file or a folder of them")
+        raise UserError(
+            f"{option}={path} does not exist; give a file of text or rows, a folder of them, or the id of a dataset"
+        )
     if root.is_file():
         return root.parent, [root]
 
@@ -214,7 +234,7 @@ def _files(path: str | None) -> tuple[Path, list[Path]]:
     files = []
     for folder, folders, names in os.walk(root, onerror=refuse):
         folders[:] = [name for name in folders if not (name.startswith(".") or (is_stdlib and name in NO_CODE))]
-        files += [file for name in names if (file := Path(folder, name)).suffix in suffixes and file.is_file()]
+        files += [file for name in names if suffix_of(file := Path(folder, name)) in suffixes and file.is_file()]
     return root, sorted(files)
 
 

@@ -59,8 +59,8 @@ class Online(config_training.Online):
             )
         corpus = config["corpus"]
         documents = read_corpus(corpus, target) if documents is None else documents
-        sizes = self.row_tokens, corpus["held_out_share"], corpus["max_documents"]
-        rows = pack(documents, target.tokenizer, *sizes, self.loss_on, self.document_mask, target.vocab_size)
+        sizes = self.row_tokens, corpus["held_out_share"], corpus["max_documents"], self.loss_on, self.document_mask
+        rows = pack(documents, target.tokenizer, *sizes, target.vocab_size, target.eos_ids)
         log.info(
             "%d training rows and %d held-out rows of %d tokens", len(rows.train), len(rows.held_out), self.row_tokens
         )

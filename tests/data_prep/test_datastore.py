@@ -54,7 +54,7 @@ def test_a_store_holds_the_likeliest_half_in_the_corpus_s_order(run, small, made
     n_held_out = sum(is_held_out(f"corpus.jsonl:{i}", 0.2) for i in [*range(1, 42), 43])
     assert n_held_out > 2
     assert counts["read"] == 42
-    assert (counts["held_out"], counts["empty"], counts["not_utf8"]) == (n_held_out, 1, 0)
+    assert (counts["held_out"], counts["empty"], counts["said"]) == (n_held_out, 0, "42 texts, 1 skipped: 1 empty")
     assert counts["duplicates"] == 42 - n_held_out - len(everything) > 0
     assert (counts["scored"], counts["kept"], counts["kept"] + counts["dropped"]) == (
         len(everything),
@@ -107,9 +107,9 @@ def test_responses_and_conversations_are_documents_of_a_store(run, small, made, 
     code, out, err = run(*everything, "corpus=chats.jsonl", "target=chatty", "out=chats")
     assert code == 0, err
     assert [target.tokenizer.decode(d.tolist()) for d in Datastore("chats").documents()] == ["<user>Hi<assistant>Ho"]
-    assert "left out, without an assistant turn: 1 conversations" in err
+    assert "chats.jsonl: 2 conversations, 2 assistant turns, 1 skipped: 1 without a reply" in err
     counts = Datastore("chats").manifest.build["counts"]
-    assert (counts["without_assistant"], counts["duplicates"]) == (1, 1)
+    assert (counts["read"], counts["duplicates"]) == (2, 1)
 
 
 SCORES = np.array([5.0, 2.0, np.inf, 3.0, 2.0, 9.0])
@@ -207,7 +207,10 @@ BAD = {
     "answers of no scores": (["score_on=response", "keep=null"], "score_on=response is for perplexities, which this"),
     "no answers": (["score_on=response"], "score_on=response needs answers, but none of the 42 documents is a conv"),
     "window": (["window_tokens=9999"], "window_tokens=9999 is above the target's 256 tokens"),
-    "fields": (["corpus.fields=[n]"], "line 1 of corpus.jsonl has no text field 'n'"),
+    "fields": (
+        ["corpus.fields=[n]"],
+        "line 1 of corpus.jsonl has no text as 'n', and 9 of the other 9 rows alike; mend",
+    ),
     "out": (["out=taken"], "out=taken exists and was not written by data_prep.datastore"),
     "out without a name": (["out=."], "out=. has no name of its own"),
     "out below a file": (["out=taken/file/store"], "taken/file/store cannot be made (Not a directory)"),
@@ -223,6 +226,6 @@ def test_wrong_input_is_one_sentence_and_leaves_nothing(run, small, case, tmp_pa
     code, _, err = run(*small, "out=store", *arguments)
     assert code == 2, err
     assert message in err
-    assert err.startswith("error: ")
-    assert err.count("\n") == 1
+    assert [line.startswith("error: ") for line in err.splitlines()][-1:] == [True]
+    assert err.count("\n") == 1 + err.count("corpus.jsonl: 42 texts, 1 skipped: 1 empty")
     assert sorted(p.name for p in tmp_path.rglob("*")) == ["empty", "file", "taken"]

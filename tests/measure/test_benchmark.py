@@ -31,8 +31,9 @@ def target() -> TargetModel:
     return TargetModel(tiny_model("llama"), tiny_tokenizer())
 
 
-def ids(turns, replies) -> list[int]:
+def ids(asked: Question, replies) -> list[int]:
     """Each turn is a number; replies stand between them."""
+    turns = asked.turns[: len(replies) + 1]
     tokens = [int(turns[0])]
     for turn, reply in zip(turns[1:], replies, strict=True):
         tokens += [*reply, int(turn)]
@@ -104,8 +105,8 @@ def test_a_conversation_too_long_for_the_target_leaves_its_batch_alone(target):
     calls = []
     asked = [question("short", "5"), question("grows", "6", "7"), question("long", "8")]
 
-    def long_ids(turns, replies) -> list[int]:
-        return [8] * 300 if "8" in turns or len(turns) == 2 else [int(turns[0])]
+    def long_ids(asked, replies) -> list[int]:
+        return [8] * 300 if "8" in asked.turns or replies else [int(asked.turns[0])]
 
     decoders = {"a": Recorder("a", calls, target)}
     bench = Benchmark(target, decoders, asked, long_ids, 4, batch_size=4)

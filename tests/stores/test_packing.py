@@ -10,7 +10,7 @@ import pytest
 
 from spectrain.decoding import tokenizer_fingerprint
 from spectrain.errors import UserError
-from spectrain.stores.packing import TokenDocument, pack, rows_of, token_documents
+from spectrain.stores.packing import TokenDocument, Tokeniser, pack, rows_of
 from spectrain.stores.rows import write_responses
 from spectrain.stores.texts import Document, is_held_out, read_documents, train_tokenizer
 from tests.stores.test_responses import ROWS, manifest
@@ -64,7 +64,7 @@ def test_texts_alone_are_learned_as_a_whole_and_rows_without_a_response_are_left
 
 
 def test_responses_are_documents_as_the_target_wrote_them(stores, tokenizer):
-    found = list(token_documents(read_documents(f"responses:{stores[0]}", tokenizer=tokenizer), tokenizer))
+    found = list(Tokeniser(tokenizer).tokens(read_documents(f"responses:{stores[0]}", tokenizer=tokenizer)))
     assert [d.id for d in found] == ["q0", "q1", "q2", "q3"]
     assert [d.tokens.tolist() for d in found] == [[1, 2, 3, *[20] * (i + 3), EOS] for i in range(4)]
     assert [d.is_response.tolist() for d in found] == [[False] * 3 + [True] * (i + 4) for i in range(4)]

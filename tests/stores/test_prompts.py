@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 from pathlib import Path
 
 import pytest
@@ -47,27 +48,13 @@ def test_spec_bench_keeps_ids_categories_and_turns(write):
     ]
 
 
-FORMAT_ROWS = {
-    "HumanEval": (
-        [{"task_id": "HumanEval/0", "prompt": "def f():\n", "test": "..."}],
-        [("HumanEval/0", "def f():\n")],
-    ),
-    "GSM8K": ([{"question": "1 + 1?", "answer": "2"}], [("file-1", "1 + 1?")]),
-    "Alpaca": (
-        [
-            {"instruction": "Add.", "input": "1 1", "output": "2"},
-            {"instruction": "Greet.", "input": "", "output": "Hi"},
-        ],
-        [("file-1", "Add.\n1 1"), ("file-2", "Greet.")],
-    ),
-    "plain": ([{"prompt": "a"}, {"prompt": "b", "more": 1}], [("file-1", "a"), ("file-2", "b")]),
-}
-
-
-@pytest.mark.parametrize("name", FORMAT_ROWS)
-def test_formats_are_known_by_their_keys(write, name):
-    rows, expected = FORMAT_ROWS[name]
-    assert read_prompts(write(*rows)) == [Question(id, "file", (text,)) for id, text in expected]
+def test_rows_without_an_id_are_numbered(write):
+    rows = [{"task_id": "HumanEval/0", "prompt": "def f():\n", "test": "..."}, {"question": "1 + 1?", "answer": "2"}]
+    assert read_prompts(write(*rows, {"prompt": "b", "more": 1})) == [
+        Question("HumanEval/0", "file", ("def f():\n",)),
+        Question("file-2", "file", ("1 + 1?",)),
+        Question("file-3", "file", ("b",)),
+    ]
 
 
 def test_lines_end_at_line_feeds_only_and_empty_lines_count_but_are_skipped(write):
@@ -90,17 +77,11 @@ def test_limit_reads_the_first_and_looks_no_further(write):
 BAD_FILES = {
     "not JSON": ([{"prompt": "a"}, "{prompt: b}"], ["line 2 of file.jsonl is not JSON"]),
     "no object": (['["a"]'], ["line 1 of file.jsonl", 'no JSON object but ["a"]']),
-    "unknown keys": (
-        [{"a": 1, "b": 2}],
-        ['line 1 of file.jsonl has the keys ["a", "b"];', "Spec-Bench (question_id, category,"],
-    ),
-    "missing key": ([spec_bench(), {"question_id": 2, "turns": ["x"]}], ["line 2", "lacks the key 'category'"]),
-    "number for a text": ([{"prompt": 3}], ["line 1", "3 as 'prompt'"]),
-    "empty text": ([{"prompt": "a"}, {"prompt": " \n"}], ["line 2", "has \" \\n\" as 'prompt'"]),
-    "no turns": ([spec_bench(turns=[])], ["line 1", "[] as 'turns'"]),
-    "empty turn": ([spec_bench(turns=["a", ""])], ["line 1", "'turns[1]'"]),
-    "id of no kind": ([spec_bench(None)], ["line 1", "null as 'question_id'"]),
-    "same id": ([spec_bench(1), spec_bench("1")], ["line 2", "repeats the id '1'"]),
+    "unknown keys": ([{"a": 1, "b": 2}], ["line 1 of file.jsonl has the columns a, b, which are those of no"]),
+    "number for a text": ([{"prompt": 3}], ["line 1", "no text as 'prompt'"]),
+    "no turns": ([spec_bench(turns=[])], ["line 1", "empty turn, or none"]),
+    "id of no kind": ([spec_bench(None)], ["file.jsonl:1 has the id None"]),
+    "same id": ([spec_bench(1), spec_bench("1")], ["file.jsonl:2 repeats the id '1'"]),
     "empty file": ([""], ["file.jsonl has no question"]),
 }
 
@@ -115,14 +96,15 @@ def test_bad_files_are_refused_in_one_sentence(write, case):
     assert "\n" not in message
 
 
-def test_missing_files_folders_and_other_encodings_are_named(tmp_path):
-    with pytest.raises(UserError, match=r"no\.jsonl does not exist; give one \.jsonl file"):
+def test_missing_files_and_questions_are_named(tmp_path, write, caplog):
+    with pytest.raises(UserError, match=r"prompts=\S+no\.jsonl does not exist; give a file"):
         read_prompts(tmp_path / "no.jsonl")
-    with pytest.raises(UserError, match="is a folder"):
-        read_prompts(tmp_path)
-    (tmp_path / "latin.jsonl").write_bytes(b'{"prompt": "a"}\n' * 3 + '{"prompt": "größe"}'.encode("latin-1"))
-    with pytest.raises(UserError, match="line 4 of latin.jsonl is not UTF-8"):
-        read_prompts(tmp_path / "latin.jsonl")
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(UserError, match="has no question"):
+        read_prompts(tmp_path / "empty")
+    with caplog.at_level(logging.WARNING):
+        assert len(read_prompts(write({"prompt": "a"}, {"prompt": " \n"}))) == 1
+    assert "1 prompts, 1 skipped: 1 without a question" in caplog.text
 
 
 def test_a_conversation_without_template_is_one_text(tokenizer):
@@ -151,6 +133,16 @@ def test_a_reply_s_end_is_not_doubled(tokenizer, end):
     ended = conversation_ids(tokenizer, ["say 1", "go"], [[*reply, end_id]])
     assert ended == conversation_ids(tokenizer, ["say 1", "go"], [reply])
     assert tokenizer.decode(ended).count(tokenizer.eos_token) == 3
+
+
+def test_a_system_that_the_template_refuses_stands_in_the_first_turn(tokenizer):
+    tokenizer.chat_template = "{% if messages[0].role == 'system' %}{{ raise_exception('no') }}{% endif %}" + TEMPLATE
+    ids = conversation_ids(tokenizer, ["say 1"], [], system="Be kind.")
+    assert ids == conversation_ids(tokenizer, ["Be kind.\n\nsay 1"], [])
+    tokenizer.chat_template = TEMPLATE + "{{ tools }}"
+    asked = conversation_ids(tokenizer, ["say 1"], [], system="Be kind.", tools=[{"name": "x"}])
+    end = tokenizer.eos_token
+    assert tokenizer.decode(asked) == f"<system>Be kind.{end}<user>say 1{end}<assistant>[{{'name': 'x'}}]"
 
 
 def test_chat_without_a_template_is_refused(tokenizer):

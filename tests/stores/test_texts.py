@@ -11,10 +11,10 @@ import pytest
 
 from spectrain.errors import UserError
 from spectrain.stores import tables
+from spectrain.stores.chats import Tally
 from spectrain.stores.packing import pack
 from spectrain.stores.texts import (
     Document,
-    Skipped,
     is_held_out,
     is_remote,
     read_documents,
@@ -64,7 +64,7 @@ def test_held_out_documents_are_whole_and_the_same_in_any_order(tokenizer):
 def test_jsonl_fields_make_the_text(tmp_path):
     file = tmp_path / "a.jsonl"
     file.write_text('{"q": "one", "n": 1, "a": "two"}\n\n{"q": "three", "n": 2, "a": "four"}\n')
-    assert [d.text for d in read_documents(str(file))] == ["one\n\ntwo", "three\n\nfour"]
+    assert [d.text for d in read_documents(str(file), ["q", "a"])] == ["one\n\ntwo", "three\n\nfour"]
     assert [d.text for d in read_documents(str(file), ["a"])] == ["two", "four"]
     file.write_text('{"q": "a line separator \u2028 and a next line \x85 inside"}\r\n')
     assert [d.text for d in read_documents(str(file))] == ["a line separator \u2028 and a next line \x85 inside"]
@@ -77,7 +77,7 @@ def test_wrong_corpora_are_named(tmp_path, tokenizer):
     file.write_text('{"q": "one"}\n{"q": \n')
     with pytest.raises(UserError, match=r"line 2 of a\.jsonl is not JSON"):
         list(read_documents(str(file)))
-    with pytest.raises(UserError, match="line 1 of a.jsonl has no text field 'answer'"):
+    with pytest.raises(UserError, match=r"line 1 of a.jsonl has no column 'answer' \(q\)"):
         list(read_documents(str(file), ["answer"]))
     with pytest.raises(UserError, match="no held-out row of 16 tokens"):
         pack(documents(20), tokenizer, 16, held_out_share=0.0)
@@ -102,23 +102,23 @@ def test_parquet_saved_datasets_and_streamed_ones_give_the_same_texts(tmp_path, 
     datasets.DatasetDict({"train": table, "test": table.select([2])}).save_to_disk(tmp_path / "splits")
     monkeypatch.setattr(tables, "BATCH_ROWS", 2)
     for folder in ("pq", "saved", "splits"):
-        assert texts(tmp_path / folder) == TEXTS, folder
+        assert texts(tmp_path / folder, ["q", "a"]) == TEXTS, folder
         assert texts(tmp_path / folder, ["a"]) == ["answer 0", "answer 2"], folder
-    assert texts(tmp_path / "splits", None, "test") == TEXTS[2:]
-    streamed = tables.hub_texts(str(tmp_path / "pq"), None, "train", ["q", "a"])
-    assert list(streamed) == list(enumerate(TEXTS, start=1))
+    assert texts(tmp_path / "splits", ["q", "a"], "test") == TEXTS[2:]
+    streamed = tables.hub_rows(str(tmp_path / "pq"), None, "train", ["q", "a"])
+    assert list(streamed) == [(i + 1, {"q": row["q"], "a": row["a"]}) for i, row in enumerate(ROWS)]
     with pytest.raises(UserError, match="has no split dev; set corpus.split to one of train, test"):
         texts(tmp_path / "splits", None, "dev")
-    for folder in ("pq", "saved"):
-        with pytest.raises(UserError, match=r"has no text field 'x'.*\(q, n, a\)"):
-            texts(tmp_path / folder, ["x"])
-        with pytest.raises(UserError, match=r"row 1 of \S+ has no text field 'n'"):
-            texts(tmp_path / folder, ["n"])
+    for path in (tmp_path / "pq" / "train-0.parquet", tmp_path / "saved"):
+        with pytest.raises(UserError, match=r"has no column 'x' \(q, n, a\)"):
+            texts(path, ["x"])
+        with pytest.raises(UserError, match=r"row 1 of \S+ has no text as 'n'"):
+            texts(path, ["n"])
     with pytest.raises(UserError, match="no subset by default with a split dev"):
-        list(tables.hub_texts(str(tmp_path / "pq"), None, "dev", None))
+        list(tables.hub_rows(str(tmp_path / "pq"), None, "dev"))
     file = tmp_path / "pq" / "train-0.parquet"
     file.write_bytes(file.read_bytes()[:-50])
-    with pytest.raises(UserError, match=r"train-0\.parquet cannot be read as Parquet"):
+    with pytest.raises(UserError, match=r"train-0\.parquet cannot be read \(Arrow"):
         texts(tmp_path / "pq")
 
 
@@ -127,14 +127,14 @@ def test_documents_of_a_hub_dataset_are_numbered_within_their_split(monkeypatch)
 
     def stream(*arguments):
         asked.append(arguments)
-        return iter([(1, "a"), (2, " "), (3, "b")])
+        return iter([(1, {"text": "a"}), (2, {"text": " "}), (3, {"text": "b"})])
 
-    monkeypatch.setattr("spectrain.stores.texts.hub_texts", stream)
-    skipped = Skipped()
-    found = list(read_documents("owner/name", ["text"], "test", "small", skipped))
+    monkeypatch.setattr("spectrain.stores.texts.hub_rows", stream)
+    tally = Tally()
+    found = list(read_documents("owner/name", ["text"], "test", "small", tally))
     assert found == [Document("small:test:1", "a"), Document("small:test:3", "b")]
     assert asked == [("owner/name", "small", "test", ["text"])]
-    assert skipped.empty == 1
+    assert tally.skipped == {"empty": 1}
 
 
 def test_what_is_a_hub_dataset_and_what_a_wrong_path(tmp_path, monkeypatch):
@@ -149,7 +149,7 @@ def test_what_is_a_hub_dataset_and_what_a_wrong_path(tmp_path, monkeypatch):
         raise ConnectionError("no route\nto host")
 
     monkeypatch.setattr(tables.HfApi, "dataset_info", unreachable)
-    with pytest.raises(UserError, match=r"corpus.path=a/b is no file or folder here.*no route\); give") as caught:
+    with pytest.raises(UserError, match=r"a/b is no file or folder here.*no route\); give") as caught:
         texts("a/b")
     assert "\n" not in str(caught.value)
 
@@ -160,7 +160,7 @@ def test_lists_of_texts_are_texts(tmp_path):
     file.write_text("\n".join(json.dumps(row) for row in rows))
     assert texts(file, ["m"]) == ["Hi\n\nHo", "a\n\nb"]
     file.write_text(json.dumps({"m": [1]}))
-    with pytest.raises(UserError, match="line 1 of a.jsonl has no text field 'm'"):
+    with pytest.raises(UserError, match="line 1 of a.jsonl has no text as 'm'"):
         texts(file, ["m"])
     file.write_text("[1]")
     with pytest.raises(UserError, match="line 1 of a.jsonl is no JSON object"):
@@ -173,10 +173,10 @@ def test_source_files_are_read_and_what_is_skipped_is_counted(tmp_path):
         (tmp_path / name).write_text(name)
     (tmp_path / "latin.md").write_bytes("größe".encode("latin-1"))
     (tmp_path / "empty.py").write_text(" \n")
-    skipped = Skipped()
-    found = [d.id for d in read_documents(str(tmp_path), skipped=skipped)]
+    tally = Tally()
+    found = [d.id for d in read_documents(str(tmp_path), tally=tally)]
     assert found == ["a.c", "b.rs", "c.go", "d.java", "e.ts", "f.rst", "sub/h.cpp"]
-    assert skipped == Skipped(not_utf8=["latin.md"], empty=1)
+    assert (tally.kinds, tally.skipped) == ({"files": 7}, {"not UTF-8": 1, "empty": 1})
 
 
 def test_halves_of_characters_are_replaced(tmp_path):
@@ -188,5 +188,5 @@ def test_halves_of_characters_are_replaced(tmp_path):
 def test_a_bad_byte_of_json_lines_is_named_by_its_line(tmp_path):
     rows = [b'{"text": "a"}', b'{"text": "b"}', b"", b'{"text": "\xff"}', b'{"text": "c"}']
     (tmp_path / "rows.jsonl").write_bytes(b"\n".join(rows))
-    with pytest.raises(UserError, match=r"line 4 of rows.jsonl is not UTF-8 \(byte 11\); save the file as UTF-8"):
+    with pytest.raises(UserError, match=r"line 4 of rows.jsonl is not UTF-8 \(byte 11\); mend or remove"):
         list(read_documents(str(tmp_path / "rows.jsonl")))

@@ -1,0 +1,251 @@
+"""Conversations as token ids by a target's chat template, and which of them the assistant wrote.
+
+    renderer = ChatRenderer(target.tokenizer, target.eos_ids)
+    for found in renderer.tokens([chat]):
+        found.ids, found.is_assistant, found.unseen
+
+What the assistant wrote is what the template marks ({% generation %}). Of any other template it is the text behind the
+prompt of each turn, the conversation before it rendered ready for the answer, but for what stands there whatever the
+answer is. A turn that stands otherwise in the whole conversation than in that prompt and its answer was never seen so
+by the model, and is not learned: templates of reasoning models leave the thoughts of earlier turns out, others move the
+system's text to the last question. An end-of-text token that follows a reply belongs to it.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from datetime import datetime
+from itertools import groupby, pairwise, takewhile
+
+import numpy as np
+from transformers import BatchEncoding, PreTrainedTokenizerBase
+
+from spectrain.decoding.text import rendered
+from spectrain.errors import UserError
+from spectrain.stores.chats import Chat, Messages
+
+GENERATION = re.compile(r"\{%[-+]?\s*generation\s*[-+]?%\}")
+CLOCK = re.compile(r"\bstrftime_now\((['\"])(.*?)\1\)")
+PROBE = (("Quartz?", "Xylem."), ("Jukebox?", "Vortex!"), ("Zebra?", "Waltz"))  # questions and replies, which end unlike
+STARTED = datetime.now()  # what a template that asks for the time is told, so that all of a run agrees
+
+
+@dataclass(frozen=True)
+class ChatTokens:
+    """A conversation as tokens."""
+
+    ids: np.ndarray  # [n] int32
+    is_assistant: np.ndarray  # [n] bool
+    unseen: int = 0  # turns of the assistant that are not learned, as the model never saw them so
+
+
+@dataclass(frozen=True)
+class Rendered:
+    """A conversation as text."""
+
+    text: str
+    replies: list[tuple[int, int]]  # what the assistant wrote, from one character to before another
+    unseen: int = 0  # see `ChatTokens`
+
+
+class ChatRenderer:
+    """Renders conversations by a tokenizer's chat template.
+
+    Where the template refuses system turns, their text is put before the first question.
+
+    Args:
+        tokenizer: with a chat template.
+        eos_ids: tokens that end a text of the target; the tokenizer's own is added.
+
+    Raises:
+        UserError: the tokenizer cannot say where its tokens stand in a text, or its template is broken.
+    """
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, eos_ids: Sequence[int] = ()) -> None:
+        if not tokenizer.is_fast:
+            raise UserError(
+                f"the tokenizer of {tokenizer.name_or_path} cannot say where its tokens stand in a text, so replies "
+                "cannot be told from prompts; give corpus.fields of plain texts, or a target with a fast tokenizer"
+            )
+        self.tokenizer, template = tokenizer, tokenizer.get_chat_template()
+        self._template = CLOCK.sub(lambda call: repr(STARTED.strftime(call[2])), template)
+        self.eos_ids = {*eos_ids, tokenizer.eos_token_id} - {None}
+        self.is_marked, self.reads_clock = bool(GENERATION.search(template)), self._template != template
+        asked, (replied, other) = _user(PROBE[0][0]), (_assistant(reply) for _, reply in PROBE[:2])
+        prompt, *whole = self._render([asked], add_generation_prompt=True), self._render([asked, replied])
+        whole += [self._render([asked, other])]
+        answers = [text[len(prompt) :] for text in whole if text.startswith(prompt)]
+        # What stands behind the prompt, and behind a reply, whatever the reply is.
+        self._before = _shared(answers)
+        self._behind = _shared([answer[::-1] for answer in answers])[::-1]
+        self.takes_system = self._takes_system()
+        # What stands between a plain question and its reply, where earlier turns are never rewritten; else None.
+        self._between = {has_system: self._pattern(has_system) for has_system in {False, self.takes_system}}
+
+    def tokens(self, chats: Sequence[Chat]) -> list[ChatTokens | UserError]:
+        """Return conversations as tokens, in their order; UserErrors for those that the template cannot render."""
+        if self.is_marked:
+            try:
+                return self._marked(chats)
+            except UserError:  # of one of them
+                return [self._marked_alone(chat) for chat in chats]
+        found = [self.text(chat) for chat in chats]
+        encoded = self._encoded([one for one in found if isinstance(one, Rendered)])
+        return [next(encoded) if isinstance(one, Rendered) else one for one in found]
+
+    def text(self, chat: Chat) -> Rendered | UserError:
+        """Return a conversation as text, or why the template cannot render it."""
+        chat = self._accepted(chat)
+        try:
+            whole = self._render(chat.messages, chat.tools)
+            between = None if chat.tools else self._between.get(chat.messages[0]["role"] == "system")
+            replies = None if between is None else _plain_replies(whole, chat.messages, between)
+            return self._turn_by_turn(whole, chat) if replies is None else Rendered(whole, replies)
+        except UserError as error:
+            return error
+
+    def remarks(self, names: Iterable[str]) -> Iterator[str]:
+        """Yield sentences on what a user should know who renders conversations with keys of these names."""
+        for name in sorted(set(names) & {"tools", "tool_calls", "reasoning_content"}):
+            if name not in self._template:
+                yield f"the chat template does not write {name}: conversations are read without them"
+        if self.reads_clock:
+            yield f"the chat template writes the time: these rows say {STARTED:%Y-%m-%d %H:%M}, later ones do not"
+        if not self.takes_system:
+            yield "the chat template refuses system turns: their text is put before the first question"
+
+    def _turn_by_turn(self, whole: str, chat: Chat) -> Rendered:
+        """Compare what stands in the whole conversation with the prompt of each turn and its answer."""
+        replies, unseen = [], 0
+        for number, message in enumerate(chat.messages):
+            if message["role"] != "assistant":
+                continue
+            prompt = self._render(chat.messages[:number], chat.tools, add_generation_prompt=True)
+            answered = self._render(chat.messages[: number + 1], chat.tools)
+            own = answered[len(prompt) :].removesuffix(self._behind).rstrip()
+            start = len(prompt) + (len(self._before) if own.startswith(self._before) else 0)
+            end = len(prompt) + len(own)
+            if answered.startswith(prompt) and start < end and whole.startswith(prompt + own):
+                replies.append((start, end))
+            else:
+                unseen += 1
+        return Rendered(whole, replies, unseen)
+
+    def _encoded(self, texts: Sequence[Rendered]) -> Iterator[ChatTokens]:
+        asked = {"add_special_tokens": False, "verbose": False, "return_attention_mask": False}
+        found = self.tokenizer([one.text for one in texts], **asked) if texts else None
+        for number, one in enumerate(texts):
+            ids = np.asarray(found["input_ids"][number], np.int32)
+            is_assistant = np.zeros(len(ids), bool)
+            for start, end in one.replies:
+                tokens = (found.char_to_token(number, place) for place in range(start, end))
+                first = next((token for token in tokens if token is not None), None)
+                tokens = (found.char_to_token(number, place) for place in range(end - 1, start - 1, -1))
+                last = next((token for token in tokens if token is not None), None)
+                if first is not None:
+                    is_assistant[first : self._end(one.text, found, number, ids, last) + 1] = True
+            yield ChatTokens(ids, is_assistant, one.unseen)
+
+    def _end(self, text: str, found: BatchEncoding, number: int, ids: np.ndarray, last: int) -> int:
+        """Return the last token of a reply: an end of text that follows, with at most white space between."""
+        for place in range(last + 1, len(ids)):
+            if ids[place] in self.eos_ids:
+                return place
+            span = found.token_to_chars(number, place)
+            if span is None or text[span.start : span.end].strip():
+                break
+        return last
+
+    def _marked(self, chats: Sequence[Chat]) -> list[ChatTokens]:
+        """Return what a template renders that marks what the assistant writes; UserError where one is refused."""
+        asked, results = {"tokenize": True, "return_dict": True, "return_assistant_tokens_mask": True}, []
+        for tools, group in groupby(map(self._accepted, chats), key=lambda chat: chat.tools):
+            found = self._render([chat.messages for chat in group], tools, **asked)
+            both = zip(found["input_ids"], found["assistant_masks"], strict=True)
+            results += [ChatTokens(np.asarray(ids, np.int32), np.asarray(mask, bool)) for ids, mask in both]
+        return results
+
+    def _marked_alone(self, chat: Chat) -> ChatTokens | UserError:
+        try:
+            return self._marked([chat])[0]
+        except UserError as error:
+            return error
+
+    def _accepted(self, chat: Chat) -> Chat:
+        """Return a conversation that begins with a user, where the template refuses system turns."""
+        first, *others = chat.messages
+        if self.takes_system or first["role"] != "system" or not others or others[0]["role"] != "user":
+            return chat
+        asked = {**others[0], "content": f"{first['content']}\n\n{others[0]['content']}"}
+        return replace(chat, messages=[asked, *others[1:]])
+
+    def _takes_system(self) -> bool:
+        try:
+            return bool(self._render([{"role": "system", "content": "Be kind."}, *_probe()]))
+        except UserError:
+            return False
+
+    def _pattern(self, has_system: bool) -> str | None:
+        chat = Chat([*([{"role": "system", "content": "Be kind."}] if has_system else []), *_probe()])
+        try:
+            whole = self._render(chat.messages)
+            found = self._turn_by_turn(whole, chat)
+        except UserError:
+            return None
+        if len(found.replies) < len(PROBE):
+            return None
+        ends = [whole.index(question) + len(question) for question, _ in PROBE]
+        between = {whole[end:start] for end, (start, _) in zip(ends, found.replies, strict=True)}
+        return between.pop() if len(between) == 1 else None
+
+    def _render(self, messages: Messages, tools: list[dict] | None = None, **asked: object) -> str:
+        advice = "mend or remove the conversation, or mend the template"
+        asked = {"tokenize": False, "tools": tools, "chat_template": self._template, **asked}
+        return rendered(self.tokenizer, messages, "a conversation", advice, **asked)
+
+
+def _plain_replies(whole: str, messages: Messages, between: str) -> list[tuple[int, int]] | None:
+    """Return where replies stand, found by what stands between a question and its reply.
+
+    None: there is more than texts of a system, a user and an assistant, or the template changed them.
+    """
+    replies, cursor = [], 0
+    for asked, reply in pairwise(messages):
+        if reply["role"] == "user" and asked["role"] in ("system", "assistant"):
+            continue
+        if (asked["role"], reply["role"]) != ("user", "assistant") or reply.keys() != {"role", "content"}:
+            return None
+        places = ((text, whole.find(text + between, cursor)) for text in (asked["content"], asked["content"].strip()))
+        text, place = next(((text, place) for text, place in places if place >= 0), ("", None))
+        own = reply["content"].strip()
+        if place is None:
+            return None
+        start = place + len(text) + len(between)
+        begin = start
+        while whole[begin : begin + 1].isspace():
+            begin += 1
+        if not whole.startswith(own, begin):
+            return None
+        cursor = begin + len(own)
+        replies.append((start, cursor))
+    return replies
+
+
+def _shared(texts: Sequence[str]) -> str:
+    """Return the beginning that all texts share."""
+    columns = zip(*texts, strict=False)
+    return "".join(letters[0] for letters in takewhile(lambda letters: len(set(letters)) == 1, columns))
+
+
+def _probe() -> Messages:
+    return [turn for question, reply in PROBE for turn in (_user(question), _assistant(reply))]
+
+
+def _user(text: str) -> dict:
+    return {"role": "user", "content": text}
+
+
+def _assistant(text: str) -> dict:
+    return {"role": "assistant", "content": text}
