@@ -254,7 +254,7 @@ def _of_turns(kind: str, turns: Sequence[Mapping] | None, row: Mapping) -> Row:
         role, last = message["role"], messages[-1] if messages else {"role": None}
         if role == "assistant" and not any(one["role"] == "user" for one in messages):
             mended.append("without the reply that it began with")
-        elif not message["content"] and role != "tool" and "tool_calls" not in message:
+        elif not message["content"] and role != "tool" and not message.keys() & {"tool_calls", "reasoning_content"}:
             if role != "system":
                 mended.append("cut at an empty turn")
                 break
