@@ -29,8 +29,8 @@ from spectrain.config.commands import Activations
 from spectrain.decoding import TargetModel
 from spectrain.errors import UserError
 from spectrain.stores.features import ACTIVATIONS
-from spectrain.stores.packing import Packed, pack
-from spectrain.stores.texts import read_documents
+from spectrain.stores.packing import Packed
+from spectrain.stores.row_cache import corpus_rows
 from spectrain.training.strategies import fast_precision
 
 NOT_HASHED = ("out", "fresh", "batch_tokens")  # they change no feature, or not beyond rounding
@@ -75,12 +75,7 @@ def read_rows(options: Activations, target: TargetModel) -> Packed:
         raise UserError(
             f"row_tokens={options.row_tokens} is above the target's {target.max_positions} tokens; lower it"
         )
-    corpus = options.corpus
-    place = corpus.path, corpus.fields, corpus.split, corpus.subset
-    documents = read_documents(*place, tokenizer=target.tokenizer)
-    cut = options.row_tokens, corpus.held_out_share, corpus.max_documents
-    facts = {"vocab_size": target.vocab_size, "eos_ids": target.eos_ids}
-    return pack(documents, target.tokenizer, *cut, document_mask=options.document_mask, **facts)
+    return corpus_rows(options.corpus, target, options.row_tokens, document_mask=options.document_mask)
 
 
 def show(out: Path, tokens_per_s: float | None) -> None:

@@ -114,7 +114,8 @@ class DocumentParts(Parts):
 
     def read_corpus(self) -> Counts:
         """Read the corpus and write the parts that the work folder lacks; UserError where it has changed since."""
-        counts, tally, seen, n_parts = Counts(), Tally(CORPUS_ADVICE), set(), 0
+        counts, seen, n_parts = Counts(), set(), 0
+        tally = Tally(self.options.corpus.path or "the library", CORPUS_ADVICE)
         changed = UserError(f"the corpus is no longer what this build began with; remove {self.work} to begin anew")
         with token_progress("tokenise", None) as advance:
             for batch in self._batches(tally):
@@ -130,8 +131,9 @@ class DocumentParts(Parts):
                 counts.empty += len(new) - len(part)
                 counts.with_answer += sum(bool(mask.any()) for mask in part["is_response"].to_numpy())
                 advance(int(list_lengths(part["tokens"]).sum()))
-        self.tokeniser.finish()
         counts.said = tally.say()
+        for sentence in ([counts.said] if tally.is_remarkable else []) + self.tokeniser.remarks():
+            log.info(sentence)
         if len(part_files(self.work)) > n_parts:
             raise changed
         write_json(self.work / COUNTS, counts)

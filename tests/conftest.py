@@ -40,9 +40,12 @@ from spectrain.methods.speculative import Speculative
 from spectrain.retrieval.calibration import calibrate
 from spectrain.retrieval.datastore import Datastore, Manifest, write_manifest, write_shard
 from spectrain.retrieval.fusion import RetrievalOptions, Retriever
-from spectrain.stores import locations
+from spectrain.stores import locations, row_cache
 from spectrain.stores.texts import train_tokenizer
 
+CACHE = tempfile.TemporaryDirectory()
+os.environ["HF_HOME"] = CACHE.name  # of commands in processes of their own, too
+row_cache.ROWS = Path(CACHE.name, "rows")
 VOCAB_SIZE = 61
 EOS_ID = 3
 

@@ -177,10 +177,12 @@ def test_an_interrupted_run_goes_on_with_no_other_target(run, small, shared):
     assert run("train", *arguments)[0] == 0
     (result,) = Path("runs").glob("*/result.json")
     result.unlink()
-    (result.parent / "source.json").write_text(json.dumps({"target": "0" * 16}))
-    code, _, err = run("train", *arguments)
-    assert code == 2
-    assert "was started with target 0000000000000000" in err
+    source = json.loads((result.parent / "source.json").read_text())
+    for name in ("target", "corpus"):
+        (result.parent / "source.json").write_text(json.dumps({**source, name: "0" * 16}))
+        code, _, err = run("train", *arguments)
+        assert code == 2
+        assert f"was started with {name} 0000000000000000" in err
 
 
 @pytest.mark.slow

@@ -107,13 +107,13 @@ class ChatRenderer:
             return error
 
     def remarks(self, names: Iterable[str]) -> Iterator[str]:
-        """Yield sentences on what a user should know who renders conversations with keys of these names."""
+        """Yield sentences on what a user should know who renders conversations with these roles and keys."""
         for name in sorted(set(names) & {"tools", "tool_calls", "reasoning_content"}):
             if name not in self._template:
                 yield f"the chat template does not write {name}: conversations are read without them"
         if self.reads_clock:
             yield f"the chat template writes the time: these rows say {STARTED:%Y-%m-%d %H:%M}, later ones do not"
-        if not self.takes_system:
+        if not self.takes_system and "system" in names:
             yield "the chat template refuses system turns: their text is put before the first question"
 
     def _turn_by_turn(self, whole: str, chat: Chat) -> Rendered:

@@ -81,6 +81,7 @@ class Row:
 class Tally:
     """What was read from a source, what was left out, and why."""
 
+    source: str = ""  # its name
     advice: str = "mend or remove what cannot be read"  # where too much cannot
     kinds: Counter = field(default_factory=Counter)  # rows that were taken
     replies: int = 0  # turns of assistants in them
@@ -117,7 +118,7 @@ class Tally:
             raise UserError(f"{self.broken[0]}{more}; {self.advice}")
 
     def say(self) -> str:
-        """Return what was read in one line, such as "30 conversations, 84 assistant turns, 3 skipped: 3 empty"."""
+        """Return what was read in one line, such as "a.json: 30 conversations, 84 assistant turns"."""
         mended = f" (of which {_counted(self.mended)})" if self.mended else ""
         parts = [f"{_counted(self.kinds)}{mended}"] if self.kinds else []
         if self.replies:
@@ -127,7 +128,12 @@ class Tally:
         if self.n_broken:
             shown = "; ".join(self.broken) + ("; .." if self.n_broken > len(self.broken) else "")
             parts.append(f"{self.n_broken:,} that cannot be read: {shown}")
-        return ", ".join(parts) or "nothing"
+        return f"{self.source}: {', '.join(parts) or 'nothing'}"
+
+    @property
+    def is_remarkable(self) -> bool:
+        """Whether there is more to say than that files of text were read."""
+        return bool(self.replies or self.skipped or self.n_broken)
 
 
 def _counted(counts: Counter) -> str:

@@ -6,11 +6,13 @@ packed.train.tokens, packed.train.is_response, packed.train.starts
 
 from __future__ import annotations
 
-import logging
+import hashlib
+import tempfile
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import islice
+from pathlib import Path
 
 import numpy as np
 import torch
@@ -20,11 +22,15 @@ from transformers import PreTrainedTokenizerBase
 from spectrain.errors import UserError
 from spectrain.stores.chat_tokens import ChatRenderer
 from spectrain.stores.chats import Row, Tally
-from spectrain.stores.texts import Document, unit_hash
-
-log = logging.getLogger(__name__)
+from spectrain.stores.files import read_object, write_json
+from spectrain.stores.texts import Document, is_held_out, unit_hash
 
 TOKENISED_TOGETHER = 256  # documents
+READ_PER_DOCUMENT = 4  # documents among which each one of `max_documents` is chosen
+WRITTEN_ROWS = 256  # at once
+SIDES = ("train", "held_out")
+COLUMNS = {"tokens": torch.int32, "is_response": torch.bool, "starts": torch.int32}  # of rows, a file each
+FACTS = "rows.json"
 
 
 @dataclass(frozen=True)
@@ -34,6 +40,7 @@ class TokenDocument:
     id: str
     tokens: np.ndarray  # [n] int32
     is_response: np.ndarray | None  # [n] bool: written by the target, or by the assistant; None: it is no answer
+    held_out_by: str = ""  # the id that decides whether it is held out
 
 
 @dataclass(frozen=True)
@@ -59,6 +66,8 @@ class Packed:
 
     train: PackedRows
     held_out: PackedRows
+    said: tuple[str, ...] = ()  # what the user should know of how they were made
+    digest: str = ""  # of all rows
 
     def all_rows(self) -> PackedRows:
         """Return the training rows and behind them the held-out ones.
@@ -121,25 +130,24 @@ class Tokeniser:
                     ids, mask = chat.ids, chat.is_assistant
                     self.tally.take(Row("conversations", document.chat))
                     self.n_unseen += chat.unseen
-                    self.names.update(*document.chat.messages, {"tools"} if document.chat.tools else ())
-                yield TokenDocument(document.id, np.asarray(ids, np.int32), mask)
+                    self.names.update(*document.chat.messages, (m["role"] for m in document.chat.messages))
+                    self.names.update({"tools"} if document.chat.tools else ())
+                yield TokenDocument(document.id, np.asarray(ids, np.int32), mask, document.prompt_id or document.id)
 
-    def finish(self) -> None:
-        """Log what the user should know; UserError where too many conversations were refused."""
+    def remarks(self) -> list[str]:
+        """Return sentences that the user should know; UserError where too many conversations were refused."""
         self.tally.check()
+        said = list(self.renderer.remarks(self.names)) if self.tally.kinds else []
         if self.n_untemplated:
-            log.warning("the tokenizer has no chat template: %d conversations are read as texts", self.n_untemplated)
+            said.append(f"the tokenizer has no chat template: {self.n_untemplated} conversations are read as texts")
         if self.tally.n_broken:
-            log.warning("rendered by the chat template: %s", self.tally.say())
+            said.append(f"rendered by the chat template: {self.tally.say()}")
         if self.n_unseen:
-            log.warning(
-                "%d of %d assistant turns are not learned: in the whole conversation the chat template writes them, or "
-                "what is before them, otherwise than the model saw and wrote it",
-                *(self.n_unseen, self.tally.replies),
+            said.append(
+                f"{self.n_unseen} of {self.tally.replies} assistant turns are not learned: in the whole conversation "
+                "the chat template writes them, or what is before them, otherwise than the model saw and wrote it"
             )
-        if self.tally.kinds:
-            for sentence in self.renderer.remarks(self.names):
-                log.warning(sentence)
+        return said
 
 
 def pack(
@@ -152,84 +160,140 @@ def pack(
     document_mask: bool = False,
     vocab_size: int | None = None,
     eos_ids: Sequence[int] = (),
+    tally: Tally | None = None,
+    folder: Path | None = None,
 ) -> Packed:
     """Tokenise documents and pack them into rows, training and held-out documents apart.
 
     Args:
-        documents: the corpus. Their ids decide the split and the order, so both are the same everywhere.
+        documents: the corpus. Their ids decide the split, so it is the same everywhere. Memory does not grow with them.
         tokenizer: of the target; its end-of-text token closes each document that does not end with it.
         row_tokens: length L of a row.
         held_out_share: of the documents, 0 to 1; no training sees these.
-        max_documents: keep only the first so many documents in hashed order; None: all.
+        max_documents: take so many, in hashed order, of the first READ_PER_DOCUMENT times as many; None: all.
         loss_on: "response": rows say which tokens are responses, where there are any. "all": they do not.
         document_mask: whether rows say where documents begin.
         vocab_size: of the target; None: not compared.
         eos_ids: see `Tokeniser`.
+        tally: of the documents, which the rows keep as a sentence.
+        folder: empty, in which the rows are kept for `open_packed`; None: nowhere.
 
     Raises:
         UserError: a side has too little text for one row, the tokenizer has no end of text, a chat template fails, or a
             token is none of the target's.
     """
+    if folder is None:
+        with tempfile.TemporaryDirectory() as temporary:
+            rest = held_out_share, max_documents, loss_on, document_mask, vocab_size, eos_ids, tally
+            return pack(documents, tokenizer, row_tokens, *rest, Path(temporary))
     if tokenizer.eos_token_id is None:
         raise UserError("the target's tokenizer has no end-of-text token; set eos_token in its tokenizer_config.json")
-    ordered = sorted(documents, key=lambda document: unit_hash(document.id))[:max_documents]
-    held_out = {document.id for document in ordered if document.is_held_out(held_out_share)}
-    sides: dict[bool, list[TokenDocument]] = {False: [], True: []}
+    if max_documents is not None:
+        first = islice(documents, READ_PER_DOCUMENT * max_documents)
+        documents = sorted(first, key=lambda document: unit_hash(document.id))[:max_documents]
     tokeniser = Tokeniser(tokenizer, eos_ids)
-    for document in tokeniser.tokens(ordered):
-        side = sides[document.id in held_out]
-        side.append(document if loss_on == "response" else replace(document, is_response=None))
-    tokeniser.finish()
-    rows = {}
-    for side, name in {False: "training", True: "held-out"}.items():
-        rows[side] = rows_of(sides[side], tokenizer.eos_token_id, row_tokens, document_mask)
-        if not len(rows[side]):
-            with_response = "" if rows[side].is_response is None else " with a response"
-            raise UserError(
-                f"corpus too small: the {len(sides[side])} {name} documents make no {name} row of {row_tokens} tokens"
-                f"{with_response}; use a larger corpus, a shorter data.row_tokens or another corpus.held_out_share"
-            )
-        if vocab_size is not None and (most := int(rows[side].tokens.max())) >= vocab_size:
+    writers = {side: RowWriter(folder / side, tokenizer.eos_token_id, row_tokens, document_mask) for side in SIDES}
+    for document in tokeniser.tokens(documents):
+        if vocab_size is not None and len(document.tokens) and (most := int(document.tokens.max())) >= vocab_size:
             raise UserError(
                 f"the corpus has the token {most}, but the target knows {vocab_size}; give a target whose tokenizer is "
                 "its own"
             )
-    return Packed(train=rows[False], held_out=rows[True])
+        side = writers[SIDES[is_held_out(document.held_out_by, held_out_share)]]
+        side.add(document if loss_on == "response" else replace(document, is_response=None))
+    said = ([tally.say()] if tally is not None and tally.is_remarkable else []) + tokeniser.remarks()
+    for name, writer in zip(("training", "held-out"), writers.values(), strict=True):
+        writer.finish()
+        if not writer.n_rows:
+            with_response = " with a response" if writer.has_response else ""
+            raise UserError(
+                f"corpus too small: the {writer.n_documents} {name} documents make no {name} row of {row_tokens} tokens"
+                f"{with_response}; use a larger corpus, a shorter data.row_tokens or another corpus.held_out_share"
+            )
+    digest = hashlib.sha256("".join(writer.digest.hexdigest() for writer in writers.values()).encode()).hexdigest()
+    facts = _Facts(row_tokens, [writer.n_rows for writer in writers.values()], said, digest[:16])
+    write_json(folder / FACTS, facts)
+    return open_packed(folder)
 
 
-def rows_of(
-    documents: Sequence[TokenDocument], eos_id: int, row_tokens: int, document_mask: bool = False
-) -> PackedRows:
-    """Pack documents in their order into rows; see `pack`.
+def open_packed(folder: Path) -> Packed:
+    """Return the rows that `pack` kept in a folder, which stay on disk until they are used."""
+    facts = read_object(folder / FACTS, _Facts, "remove its folder")
+    both = zip(SIDES, facts.n_rows, strict=True)
+    sides = (open_rows(folder / side, n_rows, facts.row_tokens) for side, n_rows in both)
+    return Packed(*sides, tuple(facts.said), facts.digest)
 
-    The incomplete last row is dropped, and so are rows with no token of a response to learn where documents have some.
+
+def open_rows(folder: Path, n_rows: int, row_tokens: int) -> PackedRows:
+    """Return the rows that a `RowWriter` wrote into a folder."""
+    parts = {}
+    for name, dtype in COLUMNS.items():
+        if (folder / name).is_file():
+            size = n_rows * row_tokens
+            flat = torch.from_file(str(folder / name), size=size, dtype=dtype) if size else torch.empty(0, dtype=dtype)
+            parts[name] = flat.view(n_rows, row_tokens)
+    return PackedRows(**parts)
+
+
+@dataclass(frozen=True)
+class _Facts:
+    row_tokens: int
+    n_rows: list[int]  # of each side
+    said: list[str]
+    digest: str
+
+
+class RowWriter:
+    """Packs documents into rows, one after the other, and appends them to the files of a folder.
+
+    The incomplete last row is dropped, and so are rows with no token to learn.
     """
-    closed = [_closed(document, eos_id) for document in documents]
-    lengths = np.array([len(document.tokens) for document in closed], np.int64)
-    n_rows = int(lengths.sum()) // row_tokens
 
-    def cut(values: Sequence[np.ndarray], dtype: type) -> Tensor:
-        flat = np.concatenate([np.zeros(0, dtype), *values])[: n_rows * row_tokens]
-        return torch.from_numpy(flat.reshape(n_rows, row_tokens))
+    def __init__(self, folder: Path, eos_id: int, row_tokens: int, document_mask: bool) -> None:
+        self.folder, self.eos_id, self.row_tokens, self.document_mask = folder, eos_id, row_tokens, document_mask
+        self.n_rows = self.n_documents = 0
+        self.has_response, self.digest = False, hashlib.sha256()
+        self._waiting: list[tuple[np.ndarray, np.ndarray, np.ndarray]] = []  # tokens, masks, where documents begin
+        self._n_waiting = self._n_cut = 0  # tokens that wait, and those that were cut into rows before
+        folder.mkdir()
+        self._files = {name: (folder / name).open("wb") for name in COLUMNS if document_mask or name != "starts"}
 
-    rows = PackedRows(cut([document.tokens for document in closed], np.int32))
-    if document_mask:
-        begins = cut([np.repeat(np.cumsum(lengths) - lengths, lengths)], np.int64)  # in the text of all rows
-        first = torch.arange(n_rows)[:, None] * row_tokens
-        rows = replace(rows, starts=(begins - first).clamp_min(0).int())
-    if all(document.is_response is None for document in closed):
-        return rows
-    masks = [np.ones(len(d.tokens), bool) if d.is_response is None else d.is_response for d in closed]
-    rows = replace(rows, is_response=cut(masks, bool))
-    learned = rows.is_response[:, 1:]
-    if rows.starts is not None:
-        learned = learned & (rows.starts[:, 1:] == rows.starts[:, :-1])
-    return rows[learned.any(dim=1)]
+    def add(self, document: TokenDocument) -> None:
+        """Add a document; where its end of text was not part of a response, that is not learned."""
+        tokens, mask = document.tokens, document.is_response
+        self.has_response |= mask is not None
+        mask = np.ones(len(tokens), bool) if mask is None else mask
+        if not len(tokens) or tokens[-1] != self.eos_id:
+            tokens = np.append(tokens, np.int32(self.eos_id))
+            mask = np.append(mask, document.is_response is None)
+        begin = self._n_cut + self._n_waiting
+        self._waiting.append((tokens, mask, np.full(len(tokens), begin, np.int64)))
+        self._n_waiting += len(tokens)
+        self.n_documents += 1
+        if self._n_waiting >= WRITTEN_ROWS * self.row_tokens:
+            self._write()
 
+    def finish(self) -> None:
+        """Write the last rows. Texts alone have no mask."""
+        if self._waiting:
+            self._write()
+        for file in self._files.values():
+            file.close()
+        if not self.has_response:
+            (self.folder / "is_response").unlink()
 
-def _closed(document: TokenDocument, eos_id: int) -> TokenDocument:
-    """Return a document that ends with the end of text; where it was not part of a response, it is not learned."""
-    if len(document.tokens) and document.tokens[-1] == eos_id:
-        return document
-    tokens, is_response = np.append(document.tokens, np.int32(eos_id)), document.is_response
-    return replace(document, tokens=tokens, is_response=None if is_response is None else np.append(is_response, False))
+    def _write(self) -> None:
+        n_rows = self._n_waiting // self.row_tokens
+        n_tokens = n_rows * self.row_tokens
+        flat = [np.concatenate(parts) for parts in zip(*self._waiting, strict=True)]
+        tokens, masks, begins = (part[:n_tokens].reshape(n_rows, self.row_tokens) for part in flat)
+        self._waiting, self._n_waiting = [tuple(part[n_tokens:] for part in flat)], self._n_waiting - n_tokens
+        starts = np.maximum(begins - self._n_cut - np.arange(n_rows)[:, None] * self.row_tokens, 0).astype(np.int32)
+        self._n_cut += n_tokens
+        learned = masks[:, 1:] & (starts[:, 1:] == starts[:, :-1]) if self.document_mask else masks[:, 1:]
+        kept = learned.any(axis=1)
+        for name, rows in (("tokens", tokens), ("is_response", masks), ("starts", starts)):
+            if name in self._files:
+                self._files[name].write(rows[kept].tobytes())
+                self.digest.update(rows[kept].tobytes())
+        self.n_rows += int(kept.sum())

@@ -42,11 +42,13 @@ def read_prompts(path: str | Path, limit: int | None = None) -> list[Question]:
         check_whole("limit", limit, 1)
     name, _, split = str(path).partition(":") if not Path(path).expanduser().exists() else (str(path), "", "")
     questions: dict[str, Question] = {}
-    tally = Tally()
+    tally = Tally(str(path))
     for where, row, columns in source_rows(name, (), split or "train", None, tally, "prompts"):
-        origin, _, number = where.rpartition(":") if row.kind != "files" else (where, "", "1")
+        origin, _, number = where.rpartition(":")
         stem = Path(origin if Path(name, origin).is_file() else name.rstrip("/")).name.partition(".")[0]
         try:
+            if row.kind == "files":
+                raise Broken("is no file of questions, conversations or texts in rows")
             question = _question(row, columns, f"{stem}-{number}", stem)
         except Broken as error:
             tally.refuse(where, str(error))
@@ -64,7 +66,7 @@ def read_prompts(path: str | Path, limit: int | None = None) -> list[Question]:
     if not questions:
         raise UserError(f"prompts={path} has no question; give one file of questions, conversations or texts")
     if tally.skipped or tally.n_broken:
-        log.warning("%s: %s", path, tally.say())
+        log.warning(tally.say())
     return list(questions.values())
 
 

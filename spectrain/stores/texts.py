@@ -25,6 +25,7 @@ from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 from spectrain.decoding import tokenizer_fingerprint
 from spectrain.errors import UserError
 from spectrain.stores.chats import Broken, Chat, Row, Tally, plain_text, read_row
+from spectrain.stores.folder import MANIFEST
 from spectrain.stores.tables import LINES, Rows, file_rows, hub_rows, is_saved, opened, saved_rows, suffix_of
 
 if TYPE_CHECKING:
@@ -77,8 +78,9 @@ def read_documents(
     subset: str | None = None,
     tally: Tally | None = None,
     tokenizer: PreTrainedTokenizerBase | None = None,
+    shuffled: bool = False,
 ) -> Iterator[Document]:
-    """Yield the documents of a corpus, and log at its end what was read and what was left out.
+    """Yield the documents of a corpus, one by one. Without a `tally`, log at its end what was left out.
 
     Args:
         path: a file; a folder, of which every file that `SUFFIXES` names is read; a folder that
@@ -92,16 +94,18 @@ def read_documents(
         subset: of a dataset on the hub.
         tally: counts what is read and left out.
         tokenizer: of the target, whose ids a store of responses must hold.
+        shuffled: whether the files of a folder come in hashed order, and not in that of their names.
 
     Raises:
         UserError: there is no such corpus, a file cannot be read, or too many of its rows cannot.
     """
-    tally = Tally(CORPUS_ADVICE) if tally is None else tally
+    own = tally is None
+    tally = Tally(path or "the library", CORPUS_ADVICE) if own else tally
     fields = [fields] if isinstance(fields, str) else fields or ()
     if path is not None and path.startswith(OF_RESPONSES):
         yield from _responses(path, tokenizer)
         return
-    for name, row, _ in source_rows(path, fields, split, subset, tally):
+    for name, row, _ in source_rows(path, fields, split, subset, tally, shuffled=shuffled):
         if row.chat is None:
             if row.text.strip():
                 tally.take(row)
@@ -114,19 +118,25 @@ def read_documents(
             tally.take(replace(row, chat=chat))
             yield Document(name, plain_text(chat.messages), chat)
     tally.check()
-    if tally.replies or tally.skipped or tally.n_broken:
-        log.log(logging.WARNING if tally.n_broken else logging.INFO, "%s: %s", path or "the library", tally.say())
+    if own and tally.is_remarkable:
+        log.info(tally.say())
 
 
 def source_rows(
-    path: str | None, fields: Sequence[str], split: str, subset: str | None, tally: Tally, option: str = "corpus.path"
+    path: str | None,
+    fields: Sequence[str],
+    split: str,
+    subset: str | None,
+    tally: Tally,
+    option: str = "corpus.path",
+    shuffled: bool = False,
 ) -> Iterator[tuple[str, Row, Mapping]]:
     """Yield the id of each file of text and each row of a table, its content, and the row by column.
 
     See `read_documents`. The tally counts rows that are broken; `option` gave the path.
     """
     try:
-        for name, rows in _sources(path, fields, split, subset, tally, option):
+        for name, rows in _sources(path, fields, split, subset, tally, option, shuffled):
             if isinstance(rows, str):
                 yield name, Row("files", text=rows), {}
                 continue
@@ -144,7 +154,13 @@ def source_rows(
 
 
 def _sources(
-    path: str | None, fields: Sequence[str], split: str, subset: str | None, tally: Tally, option: str
+    path: str | None,
+    fields: Sequence[str],
+    split: str,
+    subset: str | None,
+    tally: Tally,
+    option: str,
+    shuffled: bool,
 ) -> Iterator[tuple[str, str | Rows]]:
     """Yield the name of each file or dataset of a corpus, with its text or its rows."""
     if is_remote(path):
@@ -155,9 +171,9 @@ def _sources(
         yield "row", saved_rows(Path(path).expanduser(), split, fields)
         return
     root, files = _files(path, option)
-    for file in files:
-        # Bytes of a file name that are not UTF-8 become \xff, so that any name can be hashed and written.
-        name = os.fsencode(file.relative_to(root)).decode("utf-8", "backslashreplace")
+    # Bytes of a file name that are not UTF-8 become \xff, so that any name can be hashed and written.
+    named = [(os.fsencode(file.relative_to(root)).decode("utf-8", "backslashreplace"), file) for file in files]
+    for name, file in sorted(named, key=lambda pair: unit_hash(pair[0])) if shuffled else named:
         if (rows := file_rows(file, name, fields)) is not None:
             first = list(islice(rows, FIRST_ROWS))
             if file == Path(path).expanduser() or not first or any(_fits(row, fields) for _, row in first):
@@ -236,6 +252,15 @@ def _files(path: str | None, option: str) -> tuple[Path, list[Path]]:
         folders[:] = [name for name in folders if not (name.startswith(".") or (is_stdlib and name in NO_CODE))]
         files += [file for name in names if suffix_of(file := Path(folder, name)) in suffixes and file.is_file()]
     return root, sorted(files)
+
+
+def files_of(path: str | None) -> list[Path]:
+    """Return the files by which a corpus on disk changes."""
+    if path is not None and path.startswith(OF_RESPONSES):
+        return [Path(folder, MANIFEST).expanduser() for folder in path.removeprefix(OF_RESPONSES).split(":")]
+    if is_saved(path):
+        return sorted(file for file in Path(path).expanduser().rglob("*") if file.is_file())
+    return _files(path, "corpus.path")[1]
 
 
 def is_held_out(document_id: str, share: float) -> bool:

@@ -24,6 +24,7 @@ from torch.utils.data import DataLoader
 from spectrain.stores.features import FeatureStore
 
 READ_AHEAD = 4  # batches, each read by its own thread: one thread alone would not keep up with a GPU
+COUNTED_ROWS = 4096  # at once
 POOL_BATCHES = 16  # batches among which rows are sorted by length
 
 
@@ -93,8 +94,12 @@ class TokenRows:
 
     def token_counts(self, vocab_size: int) -> Tensor:
         """Count each token, [V] int64; of rows with responses only those of responses."""
-        tokens = self.tokens if self.is_response is None else self.tokens[self.is_response]
-        return torch.bincount(tokens.flatten(), minlength=vocab_size)
+        counts = torch.zeros(vocab_size, dtype=torch.int64)
+        for start in range(0, len(self), COUNTED_ROWS):  # they lie on disk
+            rows = slice(start, start + COUNTED_ROWS)
+            tokens = self.tokens[rows] if self.is_response is None else self.tokens[rows][self.is_response[rows]]
+            counts += torch.bincount(tokens.flatten(), minlength=vocab_size)
+        return counts
 
 
 @dataclass(frozen=True)
@@ -325,12 +330,21 @@ class RowData(LightningDataModule):
         seed: of the order of the training rows.
         by_length: whether a training batch holds rows of about the same length; see `SeededLoader`.
         contexts: [n, L] token rows that tau is measured on; no training sees them.
+        digest: of all rows, if a resumed run must find them again.
     """
 
     def __init__(
-        self, train: Rows, held_out: Rows, batch_size: int, seed: int, by_length: bool = False, contexts: Sequence = ()
+        self,
+        train: Rows,
+        held_out: Rows,
+        batch_size: int,
+        seed: int,
+        by_length: bool = False,
+        contexts: Sequence = (),
+        digest: str = "",
     ) -> None:
         super().__init__()
+        self.digest = digest
         self.train, self.held_out, self.contexts = train, held_out, contexts
         self.batch_size, self.seed, self.by_length = batch_size, seed, by_length
 

@@ -55,7 +55,8 @@ def fit(run: RunFolder, parts: Parts, max_steps: int, in_sweep: bool = False) ->
     check_batches(config, trainer, len(data.train))
     run.begin()
     if target:
-        run.keep_to({"target": fingerprint(target.model, target.tokenizer)} | parts.source)
+        rows = {"corpus": data.digest} if data.digest else {}
+        run.keep_to({"target": fingerprint(target.model, target.tokenizer)} | rows | parts.source)
     log.info("run folder: %s", run.path)
     barrier(trainer)  # no rank looks for a checkpoint before rank zero has begun the run
     checkpoint = run.checkpoints.newest()

@@ -17,13 +17,14 @@ import numpy as np
 from lightning.pytorch.utilities import rank_zero_only
 
 from spectrain.config import training as config_training
+from spectrain.config.commands import Corpus
 from spectrain.decoding import Sampling, TargetModel, fingerprint
 from spectrain.errors import UserError
 from spectrain.models.draft_states import DraftStates
 from spectrain.models.head import DrafterFacts
 from spectrain.stores.features import FeatureStore, newest_features, open_features
 from spectrain.stores.locations import CHECKPOINTS
-from spectrain.stores.packing import pack
+from spectrain.stores.row_cache import corpus_rows
 from spectrain.stores.rows import (
     AcceptanceStore,
     ResponseStore,
@@ -32,7 +33,6 @@ from spectrain.stores.rows import (
     open_acceptance,
     open_responses,
 )
-from spectrain.stores.texts import Document, read_documents
 from spectrain.training.data import FeatureRows, RowData, TokenRows
 from spectrain.training.strategies import precision_of, uses_gpu
 
@@ -44,30 +44,21 @@ CONTEXTS = 1024  # held-out rows of a store that are kept at hand for tau
 class Online(config_training.Online):
     """The frozen models run inside the training step."""
 
-    def drafter_rows(
-        self,
-        config: Mapping,
-        target: TargetModel,
-        layers: tuple[int, ...] = (),
-        documents: list[Document] | None = None,
-    ) -> RowData:
-        """The corpus, packed into rows; `documents` are the corpus, where it is at hand."""
+    def drafter_rows(self, config: Mapping, target: TargetModel, layers: tuple[int, ...] = ()) -> RowData:
+        """The corpus, packed into rows."""
         if self.row_tokens > target.max_positions:
             raise UserError(
                 f"data.row_tokens={self.row_tokens} is longer than the target's context of {target.max_positions}; "
                 "lower data.row_tokens"
             )
-        corpus = config["corpus"]
-        documents = read_corpus(corpus, target) if documents is None else documents
-        sizes = self.row_tokens, corpus["held_out_share"], corpus["max_documents"], self.loss_on, self.document_mask
-        rows = pack(documents, target.tokenizer, *sizes, target.vocab_size, target.eos_ids)
+        rows = corpus_rows(Corpus(**config["corpus"]), target, self.row_tokens, self.loss_on, self.document_mask)
         log.info(
             "%d training rows and %d held-out rows of %d tokens", len(rows.train), len(rows.held_out), self.row_tokens
         )
         held_out = rows.held_out.tokens
-        contexts = held_out[self.val_rows :].tolist() or held_out.tolist()  # what tau is measured on
+        contexts = held_out[self.val_rows :][:CONTEXTS].tolist() or held_out[:CONTEXTS].tolist()  # for tau
         train, seen = (TokenRows(**vars(packed)) for packed in (rows.train, rows.held_out[: self.val_rows]))
-        return RowData(train, seen, self.batch_size, config["seed"], contexts=contexts)
+        return RowData(train, seen, self.batch_size, config["seed"], contexts=contexts, digest=rows.digest)
 
     def head_store(
         self, config: Mapping, target: TargetModel, drafter: DrafterFacts, states: DraftStates, folder: str | None
@@ -136,12 +127,6 @@ Source = Online | Offline
 def head_sampling(config: Mapping, store: ResponseStore | AcceptanceStore) -> Sampling:
     """How p and q are warped for a head: as its rows were made, but for what the user gave as `sampling`."""
     return Sampling.from_options({**store.manifest.sampling, **(config.get("sampling") or {})})
-
-
-def read_corpus(corpus: Mapping, target: TargetModel | None = None) -> list[Document]:
-    """All documents of the `corpus` node, in memory; responses of a target need its tokenizer."""
-    place = corpus["path"], corpus["fields"], corpus["split"], corpus["subset"]
-    return list(read_documents(*place, tokenizer=target.tokenizer if target else None))
 
 
 def feature_data(rows: FeatureRows, batch_size: int, seed: int, val_rows: int, context_tokens: int) -> RowData:

@@ -10,15 +10,16 @@ from lightning.pytorch.utilities import rank_zero_only
 from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerBase
 
+from spectrain.config.commands import Corpus
 from spectrain.decoding import TargetModel
 from spectrain.decoding.loading import read_tokenizer
 from spectrain.models.vanilla import save_pretrained
 from spectrain.stores.folder import write_folder
-from spectrain.stores.texts import Document, is_held_out, train_tokenizer
+from spectrain.stores.texts import read_documents, train_tokenizer
 from spectrain.training.base import Experiment, Parts
 from spectrain.training.checkpoints import load_weights
 from spectrain.training.runs import RunFolder
-from spectrain.training.sources import Source, read_corpus
+from spectrain.training.sources import Source
 from spectrain.training.vanilla import LanguageModelTraining
 
 
@@ -31,11 +32,10 @@ class TargetExperiment(Experiment):
         super().__init__(run, data, lambda: None)
 
     def prepare(self) -> Parts:
-        documents = read_corpus(self.config["corpus"])
         self.run.begin()
-        tokenizer = self._tokenizer(documents)
+        tokenizer = self._tokenizer()
         model = self._new(tokenizer)
-        rows = self.data.drafter_rows(self.config, TargetModel(model, tokenizer), (), documents=documents)
+        rows = self.data.drafter_rows(self.config, TargetModel(model, tokenizer))
         return Parts(LanguageModelTraining(model, self.optimizer), rows)
 
     def save(self, folder: Path, weights: dict[str, Tensor]) -> None:
@@ -47,12 +47,14 @@ class TargetExperiment(Experiment):
         ends = {"bos_token_id": None, "eos_token_id": tokenizer.eos_token_id, "pad_token_id": tokenizer.pad_token_id}
         return LlamaForCausalLM(LlamaConfig(**self.config["model"], **ends, attn_implementation="sdpa"))
 
-    def _tokenizer(self, documents: list[Document]) -> PreTrainedTokenizerBase:
+    def _tokenizer(self) -> PreTrainedTokenizerBase:
         """Train a tokenizer; an interrupted run finds the one that it began with."""
         folder = self.run.path / "tokenizer"
         # fresh=true: another rank may still see what rank zero is about to replace
         if not folder.is_dir() or (self.config["fresh"] and rank_zero_only.rank != 0):
-            texts = [d.text for d in documents if not is_held_out(d.id, self.config["corpus"]["held_out_share"])]
+            corpus = Corpus(**self.config["corpus"])
+            documents = read_documents(corpus.path, corpus.fields, corpus.split, corpus.subset)
+            texts = (document.text for document in documents if not document.is_held_out(corpus.held_out_share))
             tokenizer = train_tokenizer(texts, self.config["model"]["vocab_size"])
             if rank_zero_only.rank != 0:
                 return tokenizer

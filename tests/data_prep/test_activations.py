@@ -50,7 +50,7 @@ def test_the_store_holds_what_the_target_says_of_the_rows_that_training_packs(ca
     code, out, err = capture(*asked, "out=a")
     assert code == 0, err
     store, target = open_features("a"), load_target(shared / "target", device="cpu")
-    packed = pack(read_documents(str(shared / "corpus")), target.tokenizer, ROW_TOKENS, 0.3)
+    packed = pack(read_documents(str(shared / "corpus"), shuffled=True), target.tokenizer, ROW_TOKENS, 0.3)
     rows = packed.all_rows().tokens
     assert len(store) == len(rows)
     assert store.held_out.tolist() == [False] * len(packed.train) + [True] * len(packed.held_out)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import random
 
 import pytest
@@ -173,31 +172,28 @@ def test_what_the_template_does_to_conversations_is_said(tokenizer, caplog):
     }
     for template, sentence in said.items():
         tokenizer.chat_template, tokeniser = template, Tokeniser(tokenizer)
-        with caplog.at_level(logging.WARNING):
-            assert len(list(tokeniser.tokens(documents(*[Chat(TURNS)] * 10)))) == 10
-            tokeniser.finish()
-        assert sentence in caplog.text
+        assert len(list(tokeniser.tokens(documents(*[Chat(TURNS)] * 9, Chat(WITH_SYSTEM))))) == 10
+        assert sentence in " ".join(tokeniser.remarks())
     tokenizer.chat_template, tokeniser = PLAIN, Tokeniser(tokenizer)
-    with caplog.at_level(logging.WARNING):
-        list(tokeniser.tokens(documents(Chat(CALLING, CALL))))
-        tokeniser.finish()
-    assert "the chat template does not write tool_calls" in caplog.text
-    assert "the chat template does not write tools" in caplog.text
+    list(tokeniser.tokens(documents(Chat(CALLING, CALL))))
+    assert [sentence.split(":")[0] for sentence in tokeniser.remarks()[:2]] == [
+        "the chat template does not write tool_calls",
+        "the chat template does not write tools",
+    ]
 
 
-def test_few_conversations_that_a_template_refuses_are_left_out_and_many_are_a_sentence(tokenizer, caplog):
+def test_few_conversations_that_a_template_refuses_are_left_out_and_many_are_a_sentence(tokenizer):
     tokenizer.chat_template = LLAMA_2
     asked = documents(*[Chat(TURNS)] * 10, Chat(CALLING))
     tokeniser = Tokeniser(tokenizer)
-    with caplog.at_level(logging.WARNING):
-        assert [one.id for one in tokeniser.tokens(asked)] == [one.id for one in asked[:10]]
-        tokeniser.finish()
-    assert "a.jsonl:11 is refused" in caplog.text
-    assert "no such role" in caplog.text
+    assert [one.id for one in tokeniser.tokens(asked)] == [one.id for one in asked[:10]]
+    (said,) = tokeniser.remarks()
+    assert "a.jsonl:11 is refused: " in said
+    assert "no such role" in said
     tokeniser = Tokeniser(tokenizer)
     list(tokeniser.tokens(asked[-1:]))
     with pytest.raises(UserError, match=r"a\.jsonl:11 is refused: .*\(no such role\)"):
-        tokeniser.finish()
+        tokeniser.remarks()
 
 
 def test_a_broken_template_is_one_sentence(tokenizer):
@@ -206,12 +202,10 @@ def test_a_broken_template_is_one_sentence(tokenizer):
         ChatRenderer(tokenizer)
 
 
-def test_without_a_template_a_conversation_is_one_text(tokenizer, caplog):
+def test_without_a_template_a_conversation_is_one_text(tokenizer):
     tokenizer.chat_template, tokeniser = None, Tokeniser(tokenizer)
-    with caplog.at_level(logging.WARNING):
-        (document,) = tokeniser.tokens([Document("a", "Hi\n\n Ho! ", Chat(TURNS[:2]))])
-        tokeniser.finish()
+    (document,) = tokeniser.tokens([Document("a", "Hi\n\n Ho! ", Chat(TURNS[:2]))])
     assert tokenizer.decode(document.tokens) == "Hi\n\n Ho! "
     assert document.is_response is None
-    assert "1 conversations are read as texts" in caplog.text
+    assert "1 conversations are read as texts" in tokeniser.remarks()[0]
     assert END_OF_TEXT not in tokenizer.decode(document.tokens)

@@ -7,10 +7,12 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 
 from spectrain.decoding import tokenizer_fingerprint
 from spectrain.errors import UserError
-from spectrain.stores.packing import TokenDocument, Tokeniser, pack, rows_of
+from spectrain.stores import packing
+from spectrain.stores.packing import PackedRows, RowWriter, TokenDocument, Tokeniser, open_rows, pack
 from spectrain.stores.rows import write_responses
 from spectrain.stores.texts import Document, is_held_out, read_documents, train_tokenizer
 from tests.stores.test_responses import ROWS, manifest
@@ -21,6 +23,21 @@ EOS = 0
 def document(tokens: list[int], n_prompt: int | None = None) -> TokenDocument:
     is_response = None if n_prompt is None else np.arange(len(tokens)) >= n_prompt
     return TokenDocument("x", np.array(tokens, np.int32), is_response)
+
+
+@pytest.fixture
+def rows_of(tmp_path):
+    """Packs documents into rows of a length."""
+
+    def call(documents: list[TokenDocument], row_tokens: int, document_mask: bool = False) -> PackedRows:
+        folder = tmp_path / str(len(list(tmp_path.iterdir())))
+        writer = RowWriter(folder, EOS, row_tokens, document_mask)
+        for one in documents:
+            writer.add(one)
+        writer.finish()
+        return open_rows(folder, writer.n_rows, row_tokens)
+
+    return call
 
 
 @pytest.fixture(scope="module")
@@ -39,28 +56,50 @@ def stores(tmp_path, tokenizer) -> list[Path]:
     return folders
 
 
-def test_rows_by_hand():
+def test_rows_by_hand(rows_of):
     """A text, an answer that ends by itself and one that was cut, in rows of six; the end of row 1 is a prompt."""
-    rows = rows_of([document([5, 6, 7]), document([8, 9, 10, EOS], 2), document([11, 12, 13, 14], 3)], EOS, 6, True)
+    rows = rows_of([document([5, 6, 7]), document([8, 9, 10, EOS], 2), document([11, 12, 13, 14], 3)], 6, True)
     assert rows.tokens.tolist() == [[5, 6, 7, EOS, 8, 9], [10, EOS, 11, 12, 13, 14]]
     assert rows.is_response.tolist() == [[True] * 4 + [False] * 2, [True] * 2 + [False] * 3 + [True]]
     assert rows.starts.tolist() == [[0, 0, 0, 0, 4, 4], [0, 0, 2, 2, 2, 2]]
 
 
-def test_an_end_that_the_target_did_not_write_is_not_learned():
-    rows = rows_of([document([5, 6, 7], 1)], EOS, 4)
+def test_an_end_that_the_target_did_not_write_is_not_learned(rows_of):
+    rows = rows_of([document([5, 6, 7], 1)], 4)
     assert rows.tokens.tolist() == [[5, 6, 7, EOS]]
     assert rows.is_response.tolist() == [[False, True, True, False]]
     assert rows.starts is None
 
 
-def test_texts_alone_are_learned_as_a_whole_and_rows_without_a_response_are_left_out():
-    assert rows_of([document([5, 6, 7])], EOS, 2).is_response is None
-    rows = rows_of([document([5, 6, 7, 8, 9], 4), document([10, 11, 12], 1)], EOS, 3)
+def test_texts_alone_are_learned_as_a_whole_and_rows_without_a_response_are_left_out(rows_of):
+    assert rows_of([document([5, 6, 7])], 2).is_response is None
+    rows = rows_of([document([5, 6, 7, 8, 9], 4), document([10, 11, 12], 1)], 3)
     assert rows.tokens.tolist() == [[8, 9, EOS], [10, 11, 12]]  # not [5, 6, 7], the beginning of a prompt
-    first_alone = rows_of([document([5, 6], 1), document([7], 0), document([8, 9], 1)], EOS, 3, document_mask=True)
+    first_alone = rows_of([document([5, 6], 1), document([7], 0), document([8, 9], 1)], 3, document_mask=True)
     assert first_alone.tokens.tolist() == [[5, 6, EOS]]  # of [7, EOS, 8] nothing is predicted
-    assert len(rows_of([], EOS, 3, document_mask=True)) == 0
+    assert len(rows_of([], 3, document_mask=True)) == 0
+
+
+def test_rows_are_the_same_however_many_are_written_at_once(rows_of, monkeypatch):
+    documents = [document(list(range(5, 5 + n)), n // 2 if n % 3 else None) for n in range(1, 40)]
+    expected = rows_of(documents, 7, document_mask=True)
+    monkeypatch.setattr(packing, "WRITTEN_ROWS", 2)
+    found = rows_of(documents, 7, document_mask=True)
+    assert all(torch.equal(a, b) for a, b in zip(vars(found).values(), vars(expected).values(), strict=True))
+    assert len(found) > 80
+
+
+def test_of_many_documents_few_are_read(tokenizer):
+    read = []
+
+    def documents():
+        for i in range(20_000):
+            read.append(i)
+            yield Document(f"a.jsonl:{i}", "one two three\n")
+
+    packed = pack(documents(), tokenizer, 4, held_out_share=0.3, max_documents=200)
+    assert len(read) <= 1000
+    assert len(packed.train) + len(packed.held_out) > 100
 
 
 def test_responses_are_documents_as_the_target_wrote_them(stores, tokenizer):
