@@ -3,9 +3,9 @@
     packed = corpus_rows(corpus, target, row_tokens=1024)
     packed.train.tokens, packed.held_out.tokens
 
-They lie in `ROWS`, beside what the hub's libraries keep, and may be removed at any time. A folder is named by the hash of
-the options, the tokenizer with its chat template, and of the names, sizes and times of the corpus's files, or of what
-the hub calls its version.
+They lie in `ROWS`, beside what the libraries of the hub keep, and may be removed at any time. The hash that names a folder
+covers the options, the tokenizer with its chat template, and the names, sizes and times of the files of the corpus, or
+what the hub calls its version.
 """
 
 from __future__ import annotations

@@ -56,10 +56,6 @@ def test_a_store_holds_the_likeliest_half_in_the_corpus_s_order(run, small, made
     assert counts["read"] == 42
     assert (counts["held_out"], counts["empty"]) == (n_held_out, 0)
     assert counts["said"].endswith("corpus.jsonl: 42 texts, 1 skipped: 1 empty")
-        n_held_out,
-        0,
-        f"{made}/corpus.jsonl: 42 texts, 1 skipped: 1 empty",
-    )
     assert counts["duplicates"] == 42 - n_held_out - len(everything) > 0
     assert (counts["scored"], counts["kept"], counts["kept"] + counts["dropped"]) == (
         len(everything),
