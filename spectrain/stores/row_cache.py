@@ -3,8 +3,8 @@
     packed = corpus_rows(corpus, target, row_tokens=1024)
     packed.train.tokens, packed.held_out.tokens
 
-They lie in `ROWS`, beside what the libraries of the hub keep, and may be removed at any time. The hash that names a folder
-covers the options, the tokenizer with its chat template, and the names, sizes and times of the files of the corpus, or
+They lie in `ROWS`, beside what the hub's libraries keep, and may be removed at any time. A folder's name is a hash of
+the options, of the tokenizer with its chat template, and of the names, sizes and times of the corpus's files, or of
 what the hub calls its version.
 """
 
