@@ -45,7 +45,7 @@ def main(options: Activations) -> None:
         packed = decided(fabric, partial(read_rows, options, target))
         config = hashed_config(plain(options), NOT_HASHED)
         config |= {"layers": list(target.capture_layers)}
-        facts = {"target": options.target.path, "config": config, "corpus": options.corpus.path or "stdlib"}
+        facts = {"target": options.target.path, "config": config, "corpus": options.corpus.name}
         parts = ShardParts(
             packed, target, options.precision, options.dtype, options.batch_tokens, options.shard_tokens, facts
         )

@@ -27,7 +27,7 @@ from data_prep.progress import show_facts, target_override
 from data_prep.select import Scoring, Selection
 from spectrain.cli import interruptible, open_target
 from spectrain.config import plain
-from spectrain.config.commands import Datastore
+from spectrain.config.commands import Corpus, Datastore
 from spectrain.decoding import TargetModel, fingerprint, generate, tokenizer_fingerprint
 from spectrain.decoding.loop import check_prompt
 from spectrain.errors import UserError
@@ -97,7 +97,7 @@ def store_facts(folder: Path, manifest: Manifest) -> dict[str, str | None]:
     median = ", ".join(f"{side} {value:,.4g}" for side, value in sides.items() if value is not None)
     return {
         "folder": str(folder),
-        "corpus": manifest.build["config"]["corpus"]["path"] or "sources of Python's standard library",
+        "corpus": Corpus(**manifest.build["config"]["corpus"]).name,
         "target": f"{manifest.target} ({manifest.target_fingerprint})",
         "documents read": f"{counts['read']:,}",
         "of the corpus": counts.get("said"),

@@ -36,7 +36,7 @@ from spectrain.stores.chats import Tally
 from spectrain.stores.files import json_line, read_json, write_json, write_whole
 from spectrain.stores.packing import Tokeniser
 from spectrain.stores.rows import list_lengths
-from spectrain.stores.texts import CORPUS_ADVICE, Document, read_documents
+from spectrain.stores.texts import CORPUS_ADVICE, Document, corpus_documents
 
 log = logging.getLogger(__name__)
 
@@ -115,7 +115,7 @@ class DocumentParts(Parts):
     def read_corpus(self) -> Counts:
         """Read the corpus and write the parts that the work folder lacks; UserError where it has changed since."""
         counts, seen, n_parts = Counts(), set(), 0
-        tally = Tally(self.options.corpus.path or "the library", CORPUS_ADVICE)
+        tally = Tally(self.options.corpus.name, CORPUS_ADVICE)
         changed = UserError(f"the corpus is no longer what this build began with; remove {self.work} to begin anew")
         with token_progress("tokenise", None) as advance:
             for batch in self._batches(tally):
@@ -142,9 +142,7 @@ class DocumentParts(Parts):
     def _batches(self, tally: Tally) -> Iterator[list[Document]]:
         """Yield the documents that are read for each part."""
         corpus, batch, n_characters = self.options.corpus, [], 0
-        documents = read_documents(
-            *(corpus.path, corpus.fields, corpus.split, corpus.subset, tally, self.target.tokenizer),
-        )
+        documents = corpus_documents(corpus, tally, self.target.tokenizer)
         for document in itertools.islice(documents, corpus.max_documents):
             batch.append(document)
             n_characters += len(document.text) + (0 if document.tokens is None else len(document.tokens))

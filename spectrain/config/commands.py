@@ -40,12 +40,17 @@ class Sampling:
 
 @dataclass
 class Corpus:
-    path: str | None = option(
+    path: Any = option(
         None,
-        "a file or folder of chat data, prose or source code, a saved dataset, an id on the hub, or "
-        "responses:<folder>, several separated by colons; null: the sources of Python's standard library",
+        "a file or folder of chat data, prose or source code, a saved dataset, an id on the hub, responses:<folder>, "
+        "or several of these in a list; null: the sources of Python's standard library",
+        several=True,
         path=True,
     )
+    weights: list[float] | None = option(
+        None, "of the paths, in their order: how often each document is read, 0.5 for half of them", above=0
+    )
+    limits: list[int] | None = option(None, "of the paths, in their order: the most documents of each", least=1)
     fields: Any = option(
         None, "columns of a row that hold its conversation or its texts; null: as docs/data.md says", several=True
     )
@@ -53,6 +58,14 @@ class Corpus:
     subset: str | None = option(None, "of a hub dataset; null: its default")
     held_out_share: float = option(0.05, "documents that no training and no datastore sees", least=0, below=1)
     max_documents: int | None = option(None, "the most documents to read; null: all", least=1)
+
+    @property
+    def paths(self) -> list[str | None]:
+        return self.path if isinstance(self.path, list) else [self.path]
+
+    @property
+    def name(self) -> str:
+        return ", ".join(path or "the standard library" for path in self.paths)
 
 
 @dataclass

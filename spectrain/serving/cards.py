@@ -52,7 +52,7 @@ def trained_card(
         target,
         config=config,
         data=data,
-        corpus=config.get("corpus") or {},
+        corpus=(config.get("corpus") or {}) | {"path": _places(config)},
         trained=trained,
         taus={name: {s: interval(one, 2) for s, one in row.items()} for name, row in taus.items()},
         settings=list(next(iter(taus.values()), {})),
@@ -82,10 +82,16 @@ def lookup_card(folder: str, target: tuple[str, str], method: str, options: Mapp
         method=method,
         sources=["the text itself"] * bool(reads_text) + stored,
         store=store,
-        corpus=PurePath(str((store.get("built_from", {}).get("corpus") or {}).get("path") or "")).name,
+        corpus=PurePath(_places(store.get("built_from", {}))).name,
         options={name: value for name, value in options.items() if value is not None},
         corpus_limit=math.ceil(store.get("tokens", 0) * CORPUS_MARGIN / 1000) * 1000,
     )
+
+
+def _places(config: Mapping) -> str:
+    """The paths of a config's corpus, with colons between them; empty: the standard library."""
+    path = (config.get("corpus") or {}).get("path") or []
+    return ":".join(place or "" for place in (path if isinstance(path, list) else [path]))
 
 
 def _card(template: str, kind: str, folder: str, target: tuple[str, str], **values: object) -> str:

@@ -132,8 +132,8 @@ class Tally:
 
     @property
     def is_remarkable(self) -> bool:
-        """Whether there is more to say than that files of text were read."""
-        return bool(self.replies or self.skipped or self.n_broken)
+        """Whether there is more to say than that files of text were read, some of them empty."""
+        return bool(self.kinds.keys() - {"files"} or self.skipped.keys() - {"empty", "not UTF-8"} or self.n_broken)
 
 
 def _counted(counts: Counter) -> str:

@@ -11,6 +11,7 @@ what the hub calls its version.
 from __future__ import annotations
 
 import logging
+from dataclasses import asdict
 from pathlib import Path
 
 from huggingface_hub import HfApi
@@ -23,7 +24,7 @@ from spectrain.stores.files import naming_a_full_disk
 from spectrain.stores.folder import digest, locked, write_folder
 from spectrain.stores.packing import Packed, open_packed, pack
 from spectrain.stores.tables import HUB_TIMEOUT_S
-from spectrain.stores.texts import CORPUS_ADVICE, files_of, is_remote, read_documents
+from spectrain.stores.texts import CORPUS_ADVICE, corpus_documents, files_of, is_remote
 
 log = logging.getLogger(__name__)
 
@@ -41,16 +42,15 @@ def corpus_rows(
     tokenizer, options = target.tokenizer, (corpus.held_out_share, corpus.max_documents, loss_on, document_mask)
     key = {
         "version": VERSION,
-        "corpus": [corpus.path, corpus.fields, corpus.split, corpus.subset, _version(corpus.path)],
+        "corpus": [asdict(corpus), [_version(path) for path in corpus.paths]],
         "rows": [row_tokens, *options],
         "target": [tokenizer_fingerprint(tokenizer), tokenizer.chat_template, target.vocab_size, target.eos_ids],
     }
     folder = ROWS / digest(key)
     with locked(folder, wait=True):
         if not folder.is_dir():
-            tally = Tally(corpus.path or "the library", CORPUS_ADVICE)
-            place = corpus.path, corpus.fields, corpus.split, corpus.subset
-            documents = read_documents(*place, tally, tokenizer, shuffled=True)
+            tally = Tally(corpus.name, CORPUS_ADVICE)
+            documents = corpus_documents(corpus, tally, tokenizer, shuffled=True)
             facts = target.vocab_size, target.eos_ids
 
             def write(temporary: Path) -> None:

@@ -22,6 +22,7 @@ import numpy as np
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
+from spectrain.config.commands import Corpus
 from spectrain.decoding import tokenizer_fingerprint
 from spectrain.errors import UserError
 from spectrain.stores.chats import Broken, Chat, Row, Tally, plain_text, read_row
@@ -120,6 +121,55 @@ def read_documents(
     tally.check()
     if own and tally.is_remarkable:
         log.info(tally.say())
+
+
+def corpus_documents(
+    corpus: Corpus, tally: Tally, tokenizer: PreTrainedTokenizerBase | None = None, shuffled: bool = False
+) -> Iterator[Document]:
+    """Yield the documents of all sources of a corpus in turns, as often as their weights say.
+
+    See `read_documents`. Of several sources, ids begin with the path.
+
+    Raises:
+        UserError: two sources have the same rows, or there is another number of weights or limits.
+    """
+    paths, sources = corpus.paths, []
+    for name in ("weights", "limits"):
+        given = getattr(corpus, name)
+        if given is not None and len(given) != len(paths):
+            raise UserError(f"corpus.{name} has {len(given)} values for {len(paths)} sources; give one for each")
+    places = [Path(path).expanduser().resolve() if path and not is_remote(path) else path for path in paths]
+    for number, place in enumerate(places):
+        for other in places[:number]:
+            within = isinstance(place, Path) and isinstance(other, Path) and ({place, *place.parents} & {other})
+            if place == other or within or (isinstance(other, Path) and place in other.parents):
+                raise UserError(f"corpus has the same rows twice, in {other} and {place}; give each source once")
+    for number, path in enumerate(paths):
+        documents = read_documents(path, corpus.fields, corpus.split, corpus.subset, tally, tokenizer, shuffled)
+        documents = islice(documents, corpus.limits[number] if corpus.limits else None)
+        if len(paths) > 1:
+            documents = _named(documents, path)
+        sources.append(_repeated(documents, corpus.weights[number]) if corpus.weights else documents)
+    while sources:
+        for source in list(sources):
+            if (document := next(source, None)) is None:
+                sources.remove(source)
+            else:
+                yield document
+
+
+def _named(documents: Iterable[Document], path: str | None) -> Iterator[Document]:
+    for document in documents:
+        by = document.prompt_id and f"{path}:{document.prompt_id}"
+        yield replace(document, id=f"{path or 'library'}:{document.id}", prompt_id=by)
+
+
+def _repeated(documents: Iterable[Document], weight: float) -> Iterator[Document]:
+    """Yield each document `weight` times, and once more with the chance of what is left; a hash of its id decides."""
+    for document in documents:
+        for turn in range(int(weight) + (unit_hash(f"weight:{document.id}") < weight % 1)):
+            by = document.prompt_id or document.id  # all copies are held out, or none
+            yield replace(document, id=f"{document.id} again {turn}", prompt_id=by) if turn else document
 
 
 def source_rows(

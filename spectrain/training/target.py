@@ -14,8 +14,9 @@ from spectrain.config.commands import Corpus
 from spectrain.decoding import TargetModel
 from spectrain.decoding.loading import read_tokenizer
 from spectrain.models.vanilla import save_pretrained
+from spectrain.stores.chats import Tally
 from spectrain.stores.folder import write_folder
-from spectrain.stores.texts import read_documents, train_tokenizer
+from spectrain.stores.texts import CORPUS_ADVICE, corpus_documents, train_tokenizer
 from spectrain.training.base import Experiment, Parts
 from spectrain.training.checkpoints import load_weights
 from spectrain.training.runs import RunFolder
@@ -53,7 +54,7 @@ class TargetExperiment(Experiment):
         # fresh=true: another rank may still see what rank zero is about to replace
         if not folder.is_dir() or (self.config["fresh"] and rank_zero_only.rank != 0):
             corpus = Corpus(**self.config["corpus"])
-            documents = read_documents(corpus.path, corpus.fields, corpus.split, corpus.subset)
+            documents = corpus_documents(corpus, Tally(corpus.name, CORPUS_ADVICE))
             texts = (document.text for document in documents if not document.is_held_out(corpus.held_out_share))
             tokenizer = train_tokenizer(texts, self.config["model"]["vocab_size"])
             if rank_zero_only.rank != 0:

@@ -9,12 +9,14 @@ from pathlib import Path
 import datasets
 import pytest
 
+from spectrain.config.commands import Corpus
 from spectrain.errors import UserError
 from spectrain.stores import tables
 from spectrain.stores.chats import Tally
 from spectrain.stores.packing import pack
 from spectrain.stores.texts import (
     Document,
+    corpus_documents,
     is_held_out,
     is_remote,
     read_documents,
@@ -191,3 +193,30 @@ def test_a_bad_byte_of_json_lines_is_named_by_its_line(tmp_path):
     (tmp_path / "rows.jsonl").write_bytes(b"\n".join(rows))
     with pytest.raises(UserError, match=r"line 4 of rows.jsonl is not UTF-8 \(byte 11\); mend or remove"):
         list(read_documents(str(tmp_path / "rows.jsonl")))
+
+
+def test_several_sources_are_read_in_turns_with_weights_and_limits(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for name, n in (("a", 3), ("b", 40)):
+        Path(f"{name}.jsonl").write_text("".join(json.dumps({"text": f"{name} {i}"}) + "\n" for i in range(n)))
+
+    def read(**options) -> list[str]:
+        corpus = Corpus(["a.jsonl", "b.jsonl"], **options)
+        return [document.text for document in corpus_documents(corpus, Tally())]
+
+    assert read(limits=[2, 3]) == ["a 0", "b 0", "a 1", "b 1", "b 2"]
+    assert sorted(read()) == sorted([*(f"a {i}" for i in range(3)), *(f"b {i}" for i in range(40))])
+    weighed = read(weights=[2, 0.5])
+    assert weighed.count("a 1") == 2
+    assert 10 < sum(text.startswith("b") for text in weighed) < 30
+    documents = list(corpus_documents(Corpus(["a.jsonl", "b.jsonl"], weights=[2, 1]), Tally()))
+    assert len({document.id for document in documents}) == len(documents) == 46
+    copies = [document for document in documents if "a.jsonl:2" in document.id]
+    assert len({document.is_held_out(0.5) for document in copies}) == 1
+    for paths, options, sentence in (
+        (["a.jsonl", "./a.jsonl"], {}, "corpus has the same rows twice"),
+        (["a.jsonl", "."], {}, "corpus has the same rows twice"),
+        (["a.jsonl", "b.jsonl"], {"weights": [1.0]}, "corpus.weights has 1 values for 2 sources"),
+    ):
+        with pytest.raises(UserError, match=sentence):
+            list(corpus_documents(Corpus(paths, **options), Tally()))
