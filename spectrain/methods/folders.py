@@ -20,7 +20,7 @@ from spectrain.methods.budget import AUTO
 from spectrain.methods.options import build_function, module_of, names
 from spectrain.models.artifacts import default_artifact, is_export, read_manifest
 from spectrain.models.kinds import about
-from spectrain.retrieval.datastore import newest_datastore
+from spectrain.retrieval.datastore import largest_datastore
 from spectrain.stores.locations import CHECKPOINTS
 
 log = logging.getLogger(__name__)
@@ -119,7 +119,7 @@ def find_artifact(kind: str, target: TargetModel) -> str:
     if kind == "datastore":
         if target.tokenizer is None:
             raise UserError("a datastore is of a tokenizer, which this target does not have; give datastore=<folder>")
-        folder = newest_datastore(CHECKPOINTS, tokenizer_fingerprint(target.tokenizer), print_)
+        folder = largest_datastore(CHECKPOINTS, tokenizer_fingerprint(target.tokenizer), print_)
     else:
         folder = default_artifact(CHECKPOINTS, kind, print_)
     log.info("%s: %s", about(kind).option, folder)

@@ -143,8 +143,8 @@ def trained_acceptance(folder: Path) -> float | None:
 def default_artifact(root: Path, kind: str, target_fingerprint: str) -> Path:
     """Return the folder of this kind that methods take for this target where the user gives none.
 
-    It is the newest one below `root`, else the one that comes with spectrain. Where its training has measured the
-    acceptance length, the folder with the highest one takes its place. Raise UserError if there is none.
+    Of those below `root` and those that come with spectrain it is the one with the highest acceptance length that its
+    training measured; where none was measured, the newest. Raise UserError if there is none.
     """
     own = [file for file in root.glob(f"*/{MANIFEST}") if file.parent.name not in locations.SHIPPED]
     own = [file.parent for file in sorted(own, key=lambda file: file.stat().st_mtime, reverse=True)]
@@ -163,11 +163,10 @@ def default_artifact(root: Path, kind: str, target_fingerprint: str) -> Path:
             f"{root}/ holds no {one.noun} for this target; train one with python -m {one.made_by}, or give "
             f"{one.option}=<folder>"
         )
-    newest = next(iter(fitting))
     measured = {folder: tau for folder, tau in fitting.items() if tau is not None}
-    best = max(measured, key=measured.get) if newest in measured else newest
+    best = max(measured, key=measured.get) if measured else next(iter(fitting))
     if len(fitting) > 1:
-        why = f"measured tau {measured[best]:.2f}" if best in measured else "the newest, whose tau was not measured"
+        why = f"the highest measured tau, {measured[best]:.2f}" if measured else "the newest; no tau was measured"
         log.info("%s of %d that fit: %s (%s)", about(kind).noun, len(fitting), best, why)
     return best
 

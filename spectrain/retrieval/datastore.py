@@ -167,16 +167,16 @@ def open_datastore(folder: str | Path, target: TargetModel | None) -> Datastore:
     return store
 
 
-def newest_datastore(root: Path, tokenizer_fingerprint: str, target_fingerprint: str) -> Path:
-    """Return the newest datastore below `root` for this tokenizer, if possible one that this very target ranked.
+def largest_datastore(root: Path, tokenizer_fingerprint: str, target_fingerprint: str) -> Path:
+    """Return the largest datastore for this tokenizer, if possible one that this very target ranked.
 
-    If there is none, return one that comes with spectrain. Raises UserError if there is none either.
+    It is one below `root`, or comes with spectrain. Raises UserError if there is none.
     """
 
-    def fits(manifest: Manifest) -> int:
+    def fits(manifest: Manifest) -> tuple:
         if manifest.tokenizer_fingerprint != tokenizer_fingerprint:
-            return 0
-        return 2 if manifest.target_fingerprint == target_fingerprint else 1
+            return ()
+        return manifest.target_fingerprint == target_fingerprint, manifest.tokens
 
     build_one = f"build one with {DATASTORES.built_by} corpus=... target=..., or give datastore=<folder>"
     shipped = locations.shipped_folders(locations.SHIPPED_STORES)

@@ -32,7 +32,7 @@ from spectrain.models.artifacts import (
 )
 from spectrain.models.packages import target_path
 from spectrain.retrieval.calibration import CALIBRATION
-from spectrain.retrieval.datastore import Datastore, newest_datastore
+from spectrain.retrieval.datastore import Datastore, largest_datastore
 from spectrain.serving.cards import lookup_card, trained_card
 from spectrain.stores.files import write_json
 from spectrain.stores.folder import MANIFEST
@@ -159,7 +159,7 @@ def lookup_export(method: dict, datastore: str | None, target: str) -> LookupExp
         raise UserError(f"datastore={datastore} is nothing that this method takes; remove it")
     folder, store = options.pop("datastore", None) or datastore, None
     if takes_store and options.get("datastore_source", True):
-        store = Datastore(folder or newest_datastore(CHECKPOINTS, vocabulary, ""))
+        store = Datastore(folder or largest_datastore(CHECKPOINTS, vocabulary, ""))
         store.check_fits(vocabulary)
         store.verify()  # a copy must not spread damage
         log.info("datastore: %s", store.folder)

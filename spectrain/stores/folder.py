@@ -111,11 +111,11 @@ class StoreKind(Generic[M]):
     def _again(self) -> str:
         return f"run {self.built_by} again with fresh=true"
 
-    def newest(self, root: Path, fits: Callable[[M], int], otherwise: str, shipped: Sequence[Path] = ()) -> Path:
-        """Return the newest store of this kind below `root` whose manifest fits best (0: not at all).
+    def newest(self, root: Path, fits: Callable[[M], object], otherwise: str, shipped: Sequence[Path] = ()) -> Path:
+        """Return the store of this kind below `root`, or of the `shipped` folders, whose manifest fits best.
 
-        If there is none, return the best of the `shipped` folders. Raises UserError if there is none either;
-        `otherwise` says what is missing, and what to do.
+        What `fits` returns is compared; a false value does not fit at all. Of those that fit alike, those below `root` come first, and of these the newest. Raises
+        UserError if there is none; `otherwise` says what is missing, and what to do.
         """
         names = {folder.name for folder in shipped}
         own = [file for file in root.glob(f"[!.]*/{MANIFEST}") if file.parent.name not in names]
@@ -129,7 +129,7 @@ class StoreKind(Generic[M]):
                 log.warning("passed over: %s", error)
                 continue
             if rank := fits(manifest):
-                fitting.append((file.parent.name not in names, rank, file.stat().st_mtime, file.parent))
+                fitting.append((rank, file.parent.name not in names, file.stat().st_mtime, file.parent))
         if not fitting:
             raise UserError(f"{root}/ holds no {otherwise}")
         return max(fitting)[-1]

@@ -14,7 +14,7 @@ from spectrain.decoding import generate
 from spectrain.errors import UserError
 from spectrain.methods.autoregressive import Autoregressive
 from spectrain.methods.folders import find_artifact
-from spectrain.retrieval.datastore import newest_datastore, open_datastore
+from spectrain.retrieval.datastore import largest_datastore, open_datastore
 from spectrain.stores.locations import SHIPPED, SHIPPED_STORES, shipped_folders
 from tests.models.test_artifacts import export_spire
 
@@ -73,13 +73,13 @@ def test_a_shipped_datastore_opens_and_one_of_the_users_own_goes_before_it(tmp_p
         store.verify()
         manifest = store.manifest
         prints = manifest.tokenizer_fingerprint, manifest.target_fingerprint
-        assert newest_datastore(tmp_path, *prints) == folder
+        assert largest_datastore(tmp_path, *prints) == folder
         card = (folder / "README.md").read_text()
         assert f"{manifest.tokens:,} tokens" in card
         assert "/tmp" not in card + (folder / "manifest.json").read_text()
         assert sum(file.stat().st_size for file in folder.iterdir()) < 12e6
         own = tmp_path / f"own-{folder.name}"
         shutil.copytree(folder, own)
-        assert newest_datastore(tmp_path, *prints) == own
+        assert largest_datastore(tmp_path, *prints) == own
         with pytest.raises(UserError, match="holds no datastore for this target; build one with"):
-            newest_datastore(tmp_path / "none", "another tokenizer", prints[1])
+            largest_datastore(tmp_path / "none", "another tokenizer", prints[1])

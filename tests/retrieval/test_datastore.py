@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from spectrain.errors import UserError
-from spectrain.retrieval.datastore import Datastore, newest_datastore
+from spectrain.retrieval.datastore import Datastore, largest_datastore
 from tests.retrieval.reference import make_store
 from tests.retrieval.test_suffix_array import found_suffix
 
@@ -74,12 +74,15 @@ def test_another_tokenizer_is_refused(tmp_path):
 
 def test_the_newest_store_of_the_tokenizer_is_found(tmp_path):
     with pytest.raises(UserError, match="holds no datastore"):
-        newest_datastore(tmp_path, "tok", "fp")
+        largest_datastore(tmp_path, "tok", "fp")
     make_store(tmp_path / "other", DOCUMENTS, 5, tokenizer="x")
     with pytest.raises(UserError, match="holds no datastore"):
-        newest_datastore(tmp_path, "tok", "fp")
+        largest_datastore(tmp_path, "tok", "fp")
     make_store(tmp_path / "fits", DOCUMENTS, 5)
-    assert newest_datastore(tmp_path, "tok", "another target of this tokenizer") == tmp_path / "fits"
+    assert largest_datastore(tmp_path, "tok", "another target of this tokenizer") == tmp_path / "fits"
+    make_store(tmp_path / "larger", [[1] * 99], 5)
+    make_store(tmp_path / "small", [[1]], 5)
+    assert largest_datastore(tmp_path, "tok", "fp") == tmp_path / "larger"
 
 
 def test_a_store_with_tokens_above_the_targets_is_refused(tmp_path):

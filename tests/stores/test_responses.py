@@ -11,7 +11,7 @@ import datasets
 import pytest
 
 from spectrain.errors import UserError
-from spectrain.retrieval.datastore import newest_datastore
+from spectrain.retrieval.datastore import largest_datastore
 from spectrain.stores.rows import (
     RESPONSE_COLUMNS,
     ResponseManifest,
@@ -126,7 +126,7 @@ def test_the_newest_of_this_target_is_found_among_other_stores(folder, tmp_path,
     os.utime(folder / "manifest.json", (1, 1))
     make_store(tmp_path / "datastore", [[1, 2]], 9, tokenizer="b" * 16)
     assert newest_responses(tmp_path, "a" * 16) == tmp_path / "newer"
-    assert newest_datastore(tmp_path, "b" * 16, "a" * 16) == tmp_path / "datastore"
+    assert largest_datastore(tmp_path, "b" * 16, "a" * 16) == tmp_path / "datastore"
     assert not caplog.records
     (tmp_path / "newer" / "manifest.json").write_text("{")
     assert newest_responses(tmp_path, "a" * 16) == folder
