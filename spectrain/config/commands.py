@@ -275,7 +275,7 @@ class Export:
     )
     method: dict[str, Any] | None = option(None, "a lookup method in place of a run; its options are method.*")
     target: Named = group(Named)
-    datastore: str | None = option(None, "of a lookup method; null: the newest that fits", path=True)
+    datastore: str | None = option(None, "of a lookup method; null: the largest that fits", path=True)
     out: str | None = option(None, "folder to create; null: exported/<name of the run or method>", path=True)
 
 

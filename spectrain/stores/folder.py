@@ -114,8 +114,9 @@ class StoreKind(Generic[M]):
     def newest(self, root: Path, fits: Callable[[M], object], otherwise: str, shipped: Sequence[Path] = ()) -> Path:
         """Return the store of this kind below `root`, or of the `shipped` folders, whose manifest fits best.
 
-        What `fits` returns is compared; a false value does not fit at all. Of those that fit alike, those below `root` come first, and of these the newest. Raises
-        UserError if there is none; `otherwise` says what is missing, and what to do.
+        What `fits` returns is compared; a false value does not fit at all. Of those that fit alike, those below `root`
+        come first, and of these the newest. Raises UserError if there is none; `otherwise` says what is missing, and
+        what to do.
         """
         names = {folder.name for folder in shipped}
         own = [file for file in root.glob(f"[!.]*/{MANIFEST}") if file.parent.name not in names]
