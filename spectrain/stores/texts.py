@@ -14,6 +14,7 @@ import re
 import sysconfig
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from io import TextIOWrapper
 from itertools import chain, islice
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -233,8 +234,8 @@ def _sources(
                 tally.skipped["tables of other things"] += 1
             continue
         try:
-            with opened(file) as content:
-                text = content.read().decode()
+            with opened(file) as content, TextIOWrapper(content, encoding="utf-8") as lines:
+                text = lines.read()  # with \n at the end of every line
         except UnicodeDecodeError:
             log.log(logging.DEBUG if path is None else logging.WARNING, "left out, not UTF-8: %s", name)
             tally.skipped["not UTF-8"] += 1

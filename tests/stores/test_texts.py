@@ -220,3 +220,8 @@ def test_several_sources_are_read_in_turns_with_weights_and_limits(tmp_path, mon
     ):
         with pytest.raises(UserError, match=sentence):
             list(corpus_documents(Corpus(paths, **options), Tally()))
+
+
+def test_lines_of_files_end_alike(tmp_path):
+    (tmp_path / "a.py").write_bytes(b"one\r\ntwo\n")
+    assert texts(tmp_path) == ["one\ntwo\n"]
