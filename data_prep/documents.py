@@ -35,6 +35,7 @@ from spectrain.retrieval.suffix_array import MAX_SHARD_TOKENS
 from spectrain.stores.chats import Tally
 from spectrain.stores.files import json_line, read_json, write_json, write_whole
 from spectrain.stores.packing import Tokeniser
+from spectrain.stores.row_cache import forbidden_runs
 from spectrain.stores.rows import list_lengths
 from spectrain.stores.texts import CORPUS_ADVICE, Document, corpus_documents
 
@@ -89,7 +90,8 @@ class DocumentParts(Parts):
 
     @cached_property
     def tokeniser(self) -> Tokeniser:
-        return Tokeniser(self.target.tokenizer, self.target.eos_ids)
+        tokenizer = self.target.tokenizer
+        return Tokeniser(tokenizer, self.target.eos_ids, forbidden_runs(self.options.corpus, tokenizer))
 
     def _parts(self) -> Iterator[pyarrow.Table]:
         return map(parquet.read_table, part_files(self.work))

@@ -32,10 +32,13 @@ from spectrain.config.commands import Responses
 from spectrain.decoding import Sampling, fingerprint, stream, tokenizer_fingerprint
 from spectrain.errors import UserError
 from spectrain.methods.registry import build_configured
-from spectrain.stores.prompts import Question
+from spectrain.stores.overlap import found_in, question_runs
+from spectrain.stores.prompts import Question, read_prompts
 from spectrain.stores.rows import ResponseManifest, open_responses
 
 # They change no response, or not beyond rounding.
+log = logging.getLogger(__name__)
+
 NOT_HASHED = (
     "out",
     "fresh",
@@ -117,6 +120,12 @@ def prompt_parts(options: Responses, build: Build, questions: list[Question], an
         config=config,
         counts={},
     )
+    if options.decontaminate is not None:
+        tokenizer, n_before = target.tokenizer, len(questions)
+        known = question_runs(read_prompts(options.decontaminate), tokenizer)
+        questions = [one for one in questions if not found_in(question_runs([one], tokenizer), known).any()]
+        n_left = n_before - len(questions)
+        log.info("%d of %d prompts share 13 tokens with %s: left out", n_left, n_before, options.decontaminate)
     return PromptParts(
         manifest, questions, target, options.chat, answering, source, options.allow_failed, options.finish_early
     )

@@ -17,8 +17,9 @@ if __name__ == "__main__":  # first, so that --help and a wrong option are answe
 import dataclasses
 import logging
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
+from pathlib import Path
 
 import torch
 from hydra.core.hydra_config import HydraConfig
@@ -44,6 +45,7 @@ from spectrain.methods.pld import PromptLookup
 from spectrain.methods.speculative import Speculative
 from spectrain.stores.environment import device_facts, provenance
 from spectrain.stores.folder import MANIFEST, sha256
+from spectrain.stores.overlap import Sample, seen_questions
 from spectrain.stores.prompts import Question, question_ids
 from spectrain.training.runs import RunFolder
 
@@ -81,6 +83,7 @@ def measure(
     stores = {name: store.folder for name, one in drafters.items() if (store := one.store)}
     found = {f"the datastore of {name}": [str(one), sha256(one / MANIFEST)] for name, one in stores.items()}
     run.keep_to({"target": fingerprint(target.model, target.tokenizer)} | found)
+    seen = seen_before(asked, target, drafters.values())
     drawing = {"sampling": sampling, "seed": options.seed}
     decoding = drawing | {"batch_size": options.batch_size, "verification": options.verification}
     decoders = {name: partial(generate, target, drafter, **decoding) for name, drafter in drafters.items()}
@@ -100,12 +103,27 @@ def measure(
             "why_plain": drafter.why_plain,
         }
     folders = {name: str(folder) for name, folder in stores.items()}
-    results = known | {"methods": measured, "skipped": skipped, "datastores": folders}
+    results = known | {"methods": measured, "skipped": skipped, "datastores": folders, "seen": seen}
     write_report(run.path / "report.html", results, [dataclasses.asdict(row) for row in rows])
     run.finish(results)
     console = Console(width=None if sys.stdout.isatty() else TABLE_COLUMNS)
     console.print(terminal_table(results, console.width))
     console.print(f"{run.path}/results.json, questions.jsonl, report.html", style="dim")
+
+
+def seen_before(asked: Sequence[Question], target: TargetModel, drafters: Iterable[Drafter]) -> dict[str, list[str]]:
+    """Return which questions stand in the text of each drafter and datastore, by its folder, and warn of them."""
+    seen, stores = {}, {str(one.store.folder): one.store for one in drafters if one.store}
+    for folder in sorted({*stores, *(folder for one in drafters for folder in one.folders)}):
+        text = stores[folder].documents() if folder in stores else Sample.load(Path(folder))
+        if text is not None and (ids := seen_questions(asked, target.tokenizer, text)):
+            seen[folder] = ids
+            log.warning(
+                "%d of %d questions stand in the text of %s, such as %s: what it gains on them says nothing of new "
+                "ones; make it with corpus.decontaminate=<prompts>",
+                *(len(ids), len(asked), folder, ids[0]),
+            )
+    return seen
 
 
 def check(options: Bench) -> None:

@@ -23,6 +23,7 @@ from spectrain.methods.folders import artifact_kinds
 from spectrain.methods.registry import build_methods, method_config, method_configs, method_names
 from spectrain.stores.folder import locked
 from spectrain.stores.texts import STDLIB_HELD_OUT, is_held_out
+from tests.conftest import SMALL_TRAINING
 from tests.methods.lookup_export import lookup_facts
 
 ARTIFACTS = {name: next(iter(artifact_kinds(method_config(name)).values()), None) for name in method_names()}
@@ -308,3 +309,17 @@ def test_every_method_is_lossless_as_users_get_it_and_with_the_nodes_of_its_pape
         assert found["pld"]["max_nodes"] == expected
         assert found["magicdec"]["max_nodes"] == ("auto" if nodes == "null" else 5)
         assert found["autoregressive"]["max_nodes"] is None
+
+
+def test_questions_that_a_datastore_or_a_drafter_has_seen_are_said(run, stored, shared, tmp_path):
+    text = (shared / "corpus" / "m0.py").read_text()
+    asked = write(tmp_path, {"prompt": text[:200]}, {"prompt": text[200::-1]})
+    code, _, err = run("bench", asked, "out=b", "methods=[rest]", f"datastore={stored}", "max_new_tokens=4")
+    assert code == 0, err
+    assert f"1 of 2 questions stand in the text of {stored}, such as asked-1" in err
+    assert results("b")["seen"] == {str(stored): ["asked-1"]}
+    corpus = (f"corpus={shared / 'corpus'}", "corpus.held_out_share=0.3", "tau.context_tokens=[16]")
+    assert run("train", "+exp=vanilla", *SMALL_TRAINING, *corpus, "out=v")[0] == 0
+    code, _, err = run("bench", asked, "out=c", "methods=[speculative]", "drafter=v", "max_new_tokens=4")
+    assert code == 0, err
+    assert "1 of 2 questions stand in the text of v" in err

@@ -58,10 +58,18 @@ class Corpus:
     subset: str | None = option(None, "of a hub dataset; null: its default")
     held_out_share: float = option(0.05, "documents that no training and no datastore sees", least=0, below=1)
     max_documents: int | None = option(None, "the most documents to read; null: all", least=1)
+    decontaminate: Any = option(
+        None, "prompts of benchmarks; documents that share a run of 13 tokens are left out", several=True, path=True
+    )
 
     @property
     def paths(self) -> list[str | None]:
         return self.path if isinstance(self.path, list) else [self.path]
+
+    @property
+    def prompt_paths(self) -> list[str]:
+        given = self.decontaminate or []
+        return given if isinstance(given, list) else [given]
 
     @property
     def name(self) -> str:
@@ -151,6 +159,9 @@ class Responses(Artifacts, Built):
         None, "as for spectrain.bench; null: beginnings of stdlib modules that are not held out", path=True
     )
     limit: int | None = option(None, "prompts, from the start of the file; null: all (400 without prompts)", least=1)
+    decontaminate: str | None = option(
+        None, "prompts of a benchmark; questions that share a run of 13 tokens are left out", path=True
+    )
     chat: bool | str = CHAT
     method: dict[str, Any] = group(dict)
     target: Target = group(Target)

@@ -30,6 +30,7 @@ class Drafter(ABC):
 
     capture_layers: tuple[int, ...] = ()  # blocks of the target whose inputs it needs in `TargetOutput.captured`
     artifacts: Mapping[str, str] = MappingProxyType({})  # folders it was made from, by kind, where its yaml cannot tell
+    folders: Sequence[str] = ()  # all folders that it was made from; the registry sets it
     target: TargetModel | None = None  # what `generate` and `stream` decode; the registry sets it
     max_positions = 2**31  # tokens of the longest text that it can follow
     draws = "inverse"  # how tokens are drawn unless the user says it: see `Sampling.draws`

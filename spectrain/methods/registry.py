@@ -159,6 +159,7 @@ def build_method(
         drafter.rank()
     if chooses:
         drafter = Auto({name: drafter})
+    drafter.folders = [str(options[option]) for option in FOLDERS if options.get(option)]
     drafter.target = target
     return drafter
 
@@ -196,6 +197,7 @@ def _build_auto(asked: Sequence[str], target: TargetModel, artifacts: Mapping[st
     for reason, without in left_out.items():
         log.info("without %s: %s", ", ".join(without), reason)
     drafter = Auto(found)
+    drafter.folders = [folder for one in found.values() for folder in one.folders]
     kinds = {kind for name in found for kind in artifact_kinds(method_config(name)).values()}
     drafter.artifacts |= {kind: folder for kind, folder in artifacts.items() if kind in kinds}
     return drafter

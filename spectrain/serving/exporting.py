@@ -37,6 +37,7 @@ from spectrain.serving.cards import lookup_card, trained_card
 from spectrain.stores.files import write_json
 from spectrain.stores.folder import MANIFEST
 from spectrain.stores.locations import CHECKPOINTS, bundled_folder
+from spectrain.stores.overlap import TRAINED_ON
 from spectrain.training.base import Experiment
 from spectrain.training.runs import RunFolder
 
@@ -96,6 +97,8 @@ def write_export(folder: Path, out: Path, export: Export) -> None:
     experiment, trained = export.experiment, export.trained
     run, target, kind = experiment.run, experiment.target, experiment.exports
     experiment.save(folder, export.weights)
+    if (run.path / TRAINED_ON).is_file():
+        shutil.copyfile(run.path / TRAINED_ON, folder / TRAINED_ON)
     about_target = "", ""
     if target is not None:
         path, tokenizer = str(run.config["target"]["path"]), target.tokenizer

@@ -23,6 +23,7 @@ from spectrain.errors import UserError
 from spectrain.stores.chat_tokens import ChatRenderer
 from spectrain.stores.chats import Row, Tally
 from spectrain.stores.files import read_object, write_json
+from spectrain.stores.overlap import shares_any
 from spectrain.stores.texts import Document, is_held_out, unit_hash
 
 TOKENISED_TOGETHER = 256  # documents
@@ -93,10 +94,13 @@ class Tokeniser:
     Args:
         tokenizer: of the target.
         eos_ids: tokens that end a text of the target, besides the tokenizer's own.
+        forbidden: hashes of runs (`overlap.question_runs`); documents with any of them are left out.
     """
 
-    def __init__(self, tokenizer: PreTrainedTokenizerBase, eos_ids: Sequence[int] = ()) -> None:
-        self.tokenizer, self.eos_ids = tokenizer, eos_ids
+    def __init__(
+        self, tokenizer: PreTrainedTokenizerBase, eos_ids: Sequence[int] = (), forbidden: np.ndarray | None = None
+    ) -> None:
+        self.tokenizer, self.eos_ids, self.forbidden, self.n_forbidden = tokenizer, eos_ids, forbidden, 0
         self.tally, self.n_untemplated, self.n_unseen, self.names = Tally(), 0, 0, set()
 
     @cached_property
@@ -132,12 +136,17 @@ class Tokeniser:
                     self.n_unseen += chat.unseen
                     self.names.update(*document.chat.messages, (m["role"] for m in document.chat.messages))
                     self.names.update({"tools"} if document.chat.tools else ())
+                if self.forbidden is not None and shares_any(ids, self.forbidden):
+                    self.n_forbidden += 1
+                    continue
                 yield TokenDocument(document.id, np.asarray(ids, np.int32), mask, document.prompt_id or document.id)
 
     def remarks(self) -> list[str]:
         """Return sentences that the user should know; UserError where too many conversations were refused."""
         self.tally.check()
         said = list(self.renderer.remarks(self.names)) if self.tally.kinds else []
+        if self.forbidden is not None:
+            said.append(f"{self.n_forbidden} documents that share 13 tokens with the prompts are left out")
         if self.n_untemplated:
             said.append(f"the tokenizer has no chat template: {self.n_untemplated} conversations are read as texts")
         if self.tally.n_broken:
@@ -160,6 +169,7 @@ def pack(
     document_mask: bool = False,
     vocab_size: int | None = None,
     eos_ids: Sequence[int] = (),
+    forbidden: np.ndarray | None = None,
     tally: Tally | None = None,
     folder: Path | None = None,
 ) -> Packed:
@@ -175,6 +185,7 @@ def pack(
         document_mask: whether rows say where documents begin.
         vocab_size: of the target; None: not compared.
         eos_ids: see `Tokeniser`.
+        forbidden: see `Tokeniser`.
         tally: of the documents, which the rows keep as a sentence.
         folder: empty, in which the rows are kept for `open_packed`; None: nowhere.
 
@@ -184,14 +195,14 @@ def pack(
     """
     if folder is None:
         with tempfile.TemporaryDirectory() as temporary:
-            rest = held_out_share, max_documents, loss_on, document_mask, vocab_size, eos_ids, tally
+            rest = held_out_share, max_documents, loss_on, document_mask, vocab_size, eos_ids, forbidden, tally
             return pack(documents, tokenizer, row_tokens, *rest, Path(temporary))
     if tokenizer.eos_token_id is None:
         raise UserError("the target's tokenizer has no end-of-text token; set eos_token in its tokenizer_config.json")
     if max_documents is not None:
         first = islice(documents, READ_PER_DOCUMENT * max_documents)
         documents = sorted(first, key=lambda document: unit_hash(document.id))[:max_documents]
-    tokeniser = Tokeniser(tokenizer, eos_ids)
+    tokeniser = Tokeniser(tokenizer, eos_ids, forbidden)
     writers = {side: RowWriter(folder / side, tokenizer.eos_token_id, row_tokens, document_mask) for side in SIDES}
     for document in tokeniser.tokens(documents):
         if vocab_size is not None and len(document.tokens) and (most := int(document.tokens.max())) >= vocab_size:

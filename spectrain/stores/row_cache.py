@@ -14,15 +14,19 @@ import logging
 from dataclasses import asdict
 from pathlib import Path
 
+import numpy as np
 from huggingface_hub import HfApi
 from huggingface_hub.constants import HF_HOME
+from transformers import PreTrainedTokenizerBase
 
 from spectrain.config.commands import Corpus
 from spectrain.decoding import TargetModel, tokenizer_fingerprint
 from spectrain.stores.chats import Tally
 from spectrain.stores.files import naming_a_full_disk
 from spectrain.stores.folder import digest, locked, write_folder
+from spectrain.stores.overlap import question_runs
 from spectrain.stores.packing import Packed, open_packed, pack
+from spectrain.stores.prompts import read_prompts
 from spectrain.stores.tables import HUB_TIMEOUT_S
 from spectrain.stores.texts import CORPUS_ADVICE, corpus_documents, files_of, is_remote
 
@@ -42,7 +46,7 @@ def corpus_rows(
     tokenizer, options = target.tokenizer, (corpus.held_out_share, corpus.max_documents, loss_on, document_mask)
     key = {
         "version": VERSION,
-        "corpus": [asdict(corpus), [_version(path) for path in corpus.paths]],
+        "corpus": [asdict(corpus), [_version(path) for path in (*corpus.paths, *corpus.prompt_paths)]],
         "rows": [row_tokens, *options],
         "target": [tokenizer_fingerprint(tokenizer), tokenizer.chat_template, target.vocab_size, target.eos_ids],
     }
@@ -51,7 +55,7 @@ def corpus_rows(
         if not folder.is_dir():
             tally = Tally(corpus.name, CORPUS_ADVICE)
             documents = corpus_documents(corpus, tally, tokenizer, shuffled=True)
-            facts = target.vocab_size, target.eos_ids
+            facts = target.vocab_size, target.eos_ids, forbidden_runs(corpus, tokenizer)
 
             def write(temporary: Path) -> None:
                 pack(documents, tokenizer, row_tokens, *options, *facts, tally, temporary)
@@ -63,6 +67,12 @@ def corpus_rows(
     for sentence in packed.said:
         log.info(sentence)
     return packed
+
+
+def forbidden_runs(corpus: Corpus, tokenizer: PreTrainedTokenizerBase) -> np.ndarray | None:
+    """Return the hashes of the prompts that no document of a corpus may share; None: it is not compared."""
+    questions = [question for path in corpus.prompt_paths for question in read_prompts(path)]
+    return question_runs(questions, tokenizer) if questions else None
 
 
 def _version(path: str | None) -> object:

@@ -92,6 +92,10 @@ class TokenRows:
             batch.starts = self.starts[places].long()
         return batch
 
+    def texts(self) -> Iterator[np.ndarray]:
+        """Yield all tokens, some rows at a time."""
+        return (self.tokens[i : i + COUNTED_ROWS].flatten().numpy() for i in range(0, len(self), COUNTED_ROWS))
+
     def token_counts(self, vocab_size: int) -> Tensor:
         """Count each token, [V] int64; of rows with responses only those of responses."""
         counts = torch.zeros(vocab_size, dtype=torch.int64)
@@ -115,6 +119,10 @@ class FeatureRows:
 
     def __len__(self) -> int:
         return len(self.numbers)
+
+    def texts(self) -> Iterator[np.ndarray]:
+        """Yield the tokens of each row."""
+        return (np.asarray(self.store.tokens(int(number))) for number in self.numbers)
 
     def have_loss(self) -> np.ndarray:
         """[rows] bool: those with any token to learn; of the others a response begins behind `row_tokens`."""
@@ -200,6 +208,10 @@ class TextRows:
 
     def __len__(self) -> int:
         return len(self.rows)
+
+    def texts(self) -> Iterator[np.ndarray]:
+        """Yield the tokens of each prompt with its response."""
+        return (np.concatenate([row.prompt, row.response]) for row in self.rows)
 
     @property
     def lengths(self) -> list[int]:  # [rows] tokens of each

@@ -24,6 +24,7 @@ from spectrain.decoding import fingerprint
 from spectrain.decoding.memory import is_out_of_memory
 from spectrain.errors import UserError
 from spectrain.stores.environment import commit_of, environment
+from spectrain.stores.overlap import TRAINED_ON, Sample
 from spectrain.training.base import Parts
 from spectrain.training.callbacks import Checkpoints, KeepBest, StopOnBadLoss, TokensPerSecond, progress
 from spectrain.training.checkpoints import ranks_of, reshard
@@ -58,6 +59,8 @@ def fit(run: RunFolder, parts: Parts, max_steps: int, in_sweep: bool = False) ->
         rows = {"corpus": data.digest} if data.digest else {}
         run.keep_to({"target": fingerprint(target.model, target.tokenizer)} | rows | parts.source)
     log.info("run folder: %s", run.path)
+    if trainer.is_global_zero and not (run.path / TRAINED_ON).is_file():
+        Sample.of(data.train.texts()).save(run.path)
     barrier(trainer)  # no rank looks for a checkpoint before rank zero has begun the run
     checkpoint = run.checkpoints.newest()
     if checkpoint:

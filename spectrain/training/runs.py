@@ -5,6 +5,7 @@ runs/spire-1f0c93ab/
     run.json           the run's id, the command as it was typed, and for each attempt when, where and with which code
                        it ran
     source.json        the target's fingerprint, and the stored rows and drafter that a training began with
+    trained_on.npz     a sample of the text, by which a benchmark sees that it holds its questions
     checkpoints/       of the latest step, written every few minutes and at an interruption; best/: what is exported
     metrics/version_0/metrics.csv   every logged number, one folder per attempt
     export.json        where the run is exported to

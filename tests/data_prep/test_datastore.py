@@ -228,5 +228,5 @@ def test_wrong_input_is_one_sentence_and_leaves_nothing(run, small, case, tmp_pa
     assert code == 2, err
     assert message in err
     assert [line.startswith("error: ") for line in err.splitlines()][-1:] == [True]
-    assert err.count("\n") == 1 + err.count("corpus.jsonl: 42 texts, 1 skipped: 1 empty")
+    assert [line for line in err.splitlines()[:-1] if "corpus.jsonl: " not in line] == []  # what was read
     assert sorted(p.name for p in tmp_path.rglob("*")) == ["empty", "file", "taken"]

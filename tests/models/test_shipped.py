@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import logging
-import os
 import shutil
 
 import pytest
@@ -38,14 +37,19 @@ def test_the_bundled_target_gains_from_the_first_command(bundled, tmp_path, monk
     assert reply.acceptance_length > 2
 
 
-def test_a_drafter_of_the_users_own_goes_before_the_shipped_one(bundled, tmp_path, monkeypatch, caplog):
+def test_a_drafter_of_the_users_own_goes_before_the_shipped_one_where_it_is_better(
+    bundled, tmp_path, monkeypatch, caplog
+):
     monkeypatch.chdir(tmp_path)
     assert find_artifact("spire", bundled).endswith("pystdlib-8l-spire")
     (tmp_path / "checkpoints").mkdir()
     own = export_spire(tmp_path / "checkpoints" / "spire-own", bundled)
-    os.utime(own / "spectrain.json", (0, 0))  # however old it is
-    with caplog.at_level(logging.INFO):
-        assert find_artifact("spire", bundled) == "checkpoints/spire-own"
+    manifest = json.loads((own / "spectrain.json").read_text())
+    for tau, expected in ((None, "pystdlib-8l-spire"), (1.1, "pystdlib-8l-spire"), (3.9, "checkpoints/spire-own")):
+        manifest["trained"]["tau"] = tau and {"spire": {"256 tokens, T=1": {"value": tau}}}
+        (own / "spectrain.json").write_text(json.dumps(manifest))
+        with caplog.at_level(logging.INFO):
+            assert find_artifact("spire", bundled).endswith(expected)
     assert "drafter: checkpoints/spire-own" in caplog.text
 
 
