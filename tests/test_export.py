@@ -30,7 +30,7 @@ KINDS = {
     "target": [f"model.{size}" for size in ("vocab_size=300", "hidden_size=32", "num_hidden_layers=2")],
 }
 PROMPT = "def read_config_3(path):"
-ALLOWED = (".safetensors", ".json", ".jinja", ".md")  # what an export of a run may hold
+ALLOWED = (".safetensors", ".json", ".jinja", ".md", ".npz")  # what an export of a run may hold
 
 
 @pytest.fixture(scope="module")
