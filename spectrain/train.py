@@ -43,13 +43,11 @@ from spectrain.training.base import Experiment, Parts
 from spectrain.training.fit import final_metrics, fit, target_device
 from spectrain.training.loggers import publish
 from spectrain.training.runs import RunFolder
-from spectrain.training.strategies import precision_of
 
 
 def main(options: Train) -> None:
     if not options.experiment:
         raise UserError("nothing to train; give +exp=spire, +exp=vanilla, +exp=specdecpp or +exp=target")
-    options.trainer["precision"] = precision_of(options.trainer)  # runs are named by what they compute
     with RunFolder.claim(plain(options)) as run:
         if rank_zero_only.rank == 0:
             with run.export_folder(options.out):  # a folder that cannot be made is refused before the training

@@ -44,7 +44,7 @@ COMMANDS: dict[str, tuple[type, dict[str, str | None]]] = {
             "target": "bundled",
             "corpus": "stdlib",
             "data": "online",
-            "trainer": "cpu",
+            "trainer": "auto",
             "logger": "csv",
             "sampling": None,
         },

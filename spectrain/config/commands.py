@@ -13,7 +13,11 @@ from spectrain.config.fields import group, option
 @dataclass
 class Target:
     path: str = option("pystdlib-8l", "a bundled checkpoint, smollm2, a folder, or an id on the hub", path=True)
-    dtype: str = option("float32", "of its weights and activations", one_of=("float32", "bfloat16", "float16"))
+    dtype: str = option(
+        "auto",
+        "of its weights and activations; auto: the checkpoint's on a GPU, float32 on a CPU",
+        one_of=("auto", "float32", "bfloat16", "float16"),
+    )
     device: str = option("auto", "auto | cpu | cuda | cuda:1")
     engine: str = option(
         "auto",

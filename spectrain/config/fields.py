@@ -168,7 +168,7 @@ def fits(value: object, limits: Mapping[str, object]) -> bool:
         names = value if isinstance(value, list) else [value]
         return all(isinstance(name, str) and name for name in names)
     if isinstance(value, list):
-        return all(fits(one, limits) for one in value)
+        return all(not isinstance(one, list) and fits(one, limits) for one in value)  # OmegaConf lets [[1]] pass
     if isinstance(value, bool):
         return True
     if isinstance(value, str):

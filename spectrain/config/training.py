@@ -18,7 +18,9 @@ from spectrain.config.fields import always, group, option
 class Data:
     source: str = MISSING
     row_tokens: int = option(1024, "L, of a row", least=2)
-    batch_size: int = option(4, "rows per step, over all ranks together", least=1)
+    batch_size: int | None = option(
+        None, "rows per step, over all ranks together; null: 4, or one for each rank", least=1
+    )
     val_rows: int = option(32, "held-out rows per validation", least=1)
     loss_on: str = option(
         "response",
@@ -63,7 +65,7 @@ class Optimizer:
 class Trainer:
     """What of Lightning's Trainer is checked here; a `trainer` node may hold its other arguments, too."""
 
-    accelerator: str = option("cpu", "cpu | gpu | auto")
+    accelerator: str = option("auto", "auto | cpu | gpu")
     num_nodes: int = option(1, "machines", least=1)
     gradient_clip_val: float | None = option(1.0, "largest norm of the gradient [1]", above=0)
     accumulate_grad_batches: int = option(1, "batches per optimizer step", least=1)

@@ -14,6 +14,7 @@ from spectrain.training import fit as fitting
 from spectrain.training import strategies
 from spectrain.training.fit import build_trainer, check_batches, prepare_resume
 from spectrain.training.strategies import CPUZeroStrategy, ZeroStrategy
+from tests.conftest import tiny_model
 from tests.training.trainers import config_of
 
 DDP_CHECKPOINT, ZERO_CHECKPOINT = "step-00000004.ckpt", "step-00000006.ckpt"
@@ -39,8 +40,8 @@ def checkpoints(tmp_path) -> Path:
 def test_precision_is_what_the_processor_multiplies_the_fastest(monkeypatch, multiplies, expected):
     monkeypatch.setattr(strategies, "multiplies", lambda dtype: multiplies)
     trainer = config_of("+exp=spire", "trainer.accelerator=cpu")["trainer"]
-    assert trainer["precision"] == "auto"
-    assert strategies.precision_of(trainer) == expected
+    assert trainer["precision"] == expected
+    assert strategies.precision_of({**trainer, "precision": "auto"}) == expected
     assert build_trainer(config_of("+exp=spire"), 1, [], []).precision == expected
     assert strategies.precision_of({**trainer, "precision": "bf16-true"}) == "bf16-true"
 
@@ -102,9 +103,32 @@ def test_torchruns_ranks_take_the_place_of_devices_and_nodes(monkeypatch):
 
 
 def test_a_batch_that_ranks_cannot_share_out_is_refused():
-    cfg = config_of("+exp=spire", "trainer=ddp", "trainer.accelerator=cpu", "trainer.devices=3")
+    options = ("trainer=ddp", "trainer.accelerator=cpu", "data.batch_size=4")
+    cfg = config_of("+exp=spire", *options, "trainer.devices=3")
     with pytest.raises(UserError, match="data.batch_size=4 rows cannot be shared out evenly by 3 ranks"):
         build_trainer(cfg, 1, [], [])
+
+
+def test_defaults_fit_the_machine(monkeypatch, tmp_path):
+    """One row for each of eight GPUs, the checkpoint's dtype; on a CPU one process in float32."""
+    on_cpu = config_of("+exp=spire")
+    assert [on_cpu["trainer"][name] for name in ("accelerator", "devices")] == ["cpu", "auto"]
+    assert (on_cpu["data"]["batch_size"], on_cpu["target"]["dtype"]) == (4, "float32")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 8)
+    monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda **_: True)
+    on_gpus = config_of("+exp=spire")
+    assert (on_gpus["trainer"]["accelerator"], on_gpus["trainer"]["precision"]) == ("gpu", "bf16-mixed")
+    assert (on_gpus["data"]["batch_size"], on_gpus["target"]["dtype"]) == (8, "bfloat16")
+    assert config_of("+exp=spire", "trainer=cpu")["target"]["dtype"] == "float32"
+    assert config_of("+exp=spire", "target.device=cpu")["target"]["dtype"] == "float32"
+    assert config_of("+exp=specdecpp")["data"]["batch_size"] == 32
+    tiny_model().save_pretrained(tmp_path)
+    assert config_of("+exp=spire", f"target.path={tmp_path}")["target"]["dtype"] == "float32"
+    assert config_of("+exp=spire", "target.path=no/where")["target"]["dtype"] == "float32"
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "x")
+    monkeypatch.setenv("WORLD_SIZE", "16")
+    assert config_of("+exp=spire", "trainer=ddp")["data"]["batch_size"] == 16
 
 
 def test_a_sweep_in_one_command_on_several_ranks_is_sent_to_torchrun():

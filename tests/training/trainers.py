@@ -7,11 +7,14 @@ from lightning.pytorch.callbacks import Checkpoint
 
 from spectrain.cli import composed
 from spectrain.config import options_of, plain
+from spectrain.training.settled import settle
 
 
 def config_of(*overrides: str) -> dict:
-    """Return the resolved config of a training."""
-    return plain(options_of("train", composed("train", *overrides)))
+    """Return the resolved config of a training, as a command settles it."""
+    options = options_of("train", composed("train", *overrides))
+    settle(options)
+    return plain(options)
 
 
 def quiet_trainer(**options: object) -> Trainer:
