@@ -162,10 +162,10 @@ def read_row(row: Mapping, fields: Sequence[str] = ()) -> Row:
         return Row("questions", Chat([{"role": "user", "content": clean(turn)} for turn in row["turns"]]))
     for kind, (asked, beside, answered) in PAIRS.items():
         column = next((name for name in asked if name in row), None)
-        if column is None:
+        reply = next((row[name] for name in answered if name in row), None)
+        if column is None or (reply is None and row.keys() & set(TEXTS)):
             continue
         question = row[column]
-        reply = next((row[name] for name in answered if name in row), None)
         if _is_turns(question):  # as in conversational prompt-completion sets
             return _of_turns(kind, [*question, *_as_turns(reply, "assistant")], row)
         more = [row[name] for name in beside if row.get(name)]
