@@ -96,9 +96,8 @@ def test_each_shape_is_the_conversation_that_it_holds(name):
 
 
 def test_plain_texts_are_a_column_of_text_or_the_only_one():
-    assert [read_row(row).text for row in ({"text": "a", "url": "b"}, {"id": 1, "content": "a"}, {"body": "a"})] == [
-        "a"
-    ] * 3
+    for row in ({"text": "a", "url": "b"}, {"text": "a", "prompt": "b"}, {"id": 1, "content": "a"}, {"body": "a"}):
+        assert read_row(row).text == "a"
     assert read_row({"a": "x", "b": "y", "c": None}, ["a", "b", "c"]).text == "x\n\ny"
     assert read_row({"a": ["x", {"content": "y"}]}, ["a"]).text == "x\n\ny"
     assert read_row({"chat": sharegpt("Hi", "Ho"), "text": "x"}, ["chat"]).chat.messages == turns("Hi", "Ho")
