@@ -6,17 +6,26 @@ Both steps train two blocks pruned from the target, at equal batch and length, w
 ordinary step is that of a Hugging Face Llama with full causal attention, with one forward over the row. Steps take
 turns. Ratios compare two neighbouring steps and are medians with a 95 % bootstrap interval. Peak memory is measured in
 one process per length (resident set beyond that before the first step).
+
+    python scripts/bench_training.py --target smollm2 --chats 20000
+
+How fast ShareGPT rows become tokens beside the tokenizer's own `apply_chat_template`, in turns, and what making rows of
+a file of them takes.
 """
 
 from __future__ import annotations
 
 import argparse
 import copy
+import json
+import random
 import re
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable
+from itertools import islice
 from pathlib import Path
 
 import numpy as np
@@ -24,13 +33,18 @@ import torch
 from torch import Tensor
 from transformers import LlamaForCausalLM
 
+from spectrain.config.commands import Corpus
 from spectrain.decoding import TargetModel, load_target
 from spectrain.decoding.lean import shape_of
 from spectrain.measure.statistics import median
 from spectrain.models.pruned_init import last_layers, new_drafter
 from spectrain.models.rollout import rollout
 from spectrain.models.spire import SpireConfig, SpireDrafter
+from spectrain.stores import row_cache
+from spectrain.stores.chat_tokens import ChatRenderer
 from spectrain.stores.locations import bundled_folder
+from spectrain.stores.row_cache import corpus_rows
+from spectrain.stores.texts import read_documents
 from spectrain.training.losses import LossSettings, Teacher, drafter_loss
 
 
@@ -41,9 +55,13 @@ def main() -> None:
     parser.add_argument("--length", type=int, default=1024, help="tokens a row")
     parser.add_argument("--k", type=int, default=4, help="rollout depth")
     parser.add_argument("--pairs", type=int, default=15, help="pairs of steps timed")
+    parser.add_argument("--chats", type=int, default=0, help="conversations of a file that is made on the fly")
     parser.add_argument("--memory-of", type=int, default=None, help=argparse.SUPPRESS)
     args = parser.parse_args()
     target = load_target(bundled_folder(args.target) or args.target)
+    if args.chats:
+        report_chats(target, args.chats)
+        return
     config = SpireConfig(shape_of(target.model), last_layers(target.model, 2), k=args.k)
     target = target.with_capture(config.target_layers)
     drafter = new_drafter(target, config, "pruned")
@@ -136,6 +154,35 @@ def peak_bytes(target: TargetModel, drafter: SpireDrafter, batch: int, length: i
     for _ in range(2):
         step(torch.randint(0, target.vocab_size, (batch, length)))
     return resident_peak_bytes() - before
+
+
+def report_chats(target: TargetModel, n_chats: int) -> None:
+    draw, words = random.Random(0), [word for one in islice(read_documents(None), 200) for word in one.text.split()]
+    with tempfile.TemporaryDirectory() as folder:
+        file, row_cache.ROWS = Path(folder, "chats.jsonl"), Path(folder, "rows")
+        with file.open("w") as lines:
+            for _ in range(n_chats):
+                sizes = [draw.randint(*range_) for _ in range(draw.randint(1, 4)) for range_ in ((5, 60), (20, 300))]
+                texts = [" ".join(draw.choices(words, k=size)) for size in sizes]
+                turns = [{"from": ("human", "gpt")[i % 2], "value": text} for i, text in enumerate(texts)]
+                lines.write(json.dumps({"conversations": turns}) + "\n")
+        chats = [one.chat for one in islice(read_documents(str(file)), 4096)]
+        renderer, seconds = ChatRenderer(target.tokenizer, target.eos_ids), ([], [])
+        for i in [*range(0, len(chats), 256)] * 3:
+            group, start = chats[i : i + 256], time.perf_counter()
+            renderer.tokens(group)
+            middle = time.perf_counter()
+            target.tokenizer.apply_chat_template([chat.messages for chat in group])
+            seconds[0].append(middle - start)
+            seconds[1].append(time.perf_counter() - middle)
+        speed = median(np.array(seconds[1]) / np.array(seconds[0]))
+        print(f"speed over apply_chat_template {speed}; {256 / np.median(seconds[0]):.0f} conversations/s")
+        for limit in (200, None):
+            Path("/proc/self/clear_refs").write_text("5")
+            before, start = resident_peak_bytes(), time.perf_counter()
+            rows = corpus_rows(Corpus(str(file), max_documents=limit), target, 1024)
+            took, more = time.perf_counter() - start, (resident_peak_bytes() - before) / 2**20
+            print(f"max_documents={limit}: {len(rows.train)} rows of 1024, {took:.1f} s, {more:.0f} MiB more")
 
 
 def resident_peak_bytes() -> int:
