@@ -36,9 +36,9 @@ from spectrain.stores.overlap import found_in, question_runs
 from spectrain.stores.prompts import Question, read_prompts
 from spectrain.stores.rows import ResponseManifest, open_responses
 
-# They change no response, or not beyond rounding.
 log = logging.getLogger(__name__)
 
+# They change no response, or not beyond rounding.
 NOT_HASHED = (
     "out",
     "fresh",
@@ -126,6 +126,8 @@ def prompt_parts(options: Responses, build: Build, questions: list[Question], an
         questions = [one for one in questions if not found_in(question_runs([one], tokenizer), known).any()]
         n_left = n_before - len(questions)
         log.info("%d of %d prompts share 13 tokens with %s: left out", n_left, n_before, options.decontaminate)
+        if not questions:
+            raise UserError(f"decontaminate={options.decontaminate} leaves no prompt; give other prompts")
     return PromptParts(
         manifest, questions, target, options.chat, answering, source, options.allow_failed, options.finish_early
     )

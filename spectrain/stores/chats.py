@@ -152,6 +152,7 @@ def read_row(row: Mapping, fields: Sequence[str] = ()) -> Row:
     """
     if fields:
         return _of_fields(row, fields)
+    given, row = row, {name: value for name, value in row.items() if value is not None}
     if "chosen" in row and "rejected" in row:
         return _of_turns("preferences", _preferred(row), row)
     if (column := _column_of_turns(row)) is not None:
@@ -173,16 +174,35 @@ def read_row(row: Mapping, fields: Sequence[str] = ()) -> Row:
             raise Broken(f"has no text as {column!r}")
         text = "\n".join(part for part in (question, *more) if part.strip())
         return _of_turns(kind, [*_as_turns(text, "user"), *_as_turns(reply, "assistant")], row)
+    if row.keys() & {"role", "from"}:
+        raise Broken("is a turn, where conversations are expected; give rows with a list of turns")
+    if (column := next((name for name in TURNS if name in row), None)) is not None:
+        if _is_turns(turns := _parsed(row[column])):  # as JSON in a cell of a table
+            return _of_turns("conversations", turns, row)
+        raise Broken(f"has something else than turns with roles in {column!r}")
     texts = [name for name, value in row.items() if isinstance(value, str)]
     column = next((name for name in TEXTS if name in texts), texts[0] if len(row) == len(texts) == 1 else None)
     if column is not None:
         return Row("texts", text=clean(row[column]))
-    raise Broken(f"has the columns {', '.join(row) or '(none)'}, which are those of no conversation, question or text")
+    if given.keys() & TURNS.keys():  # of null
+        return Row("conversations", Chat([]))
+    raise Broken(
+        f"has the columns {', '.join(given) or '(none)'}, which are those of no conversation, question or text"
+    )
 
 
 def clean(text: str) -> str:
     """Return a text without halves of characters."""
     return SURROGATE.sub("\ufffd", text)
+
+
+def clean_all(value: object) -> object:
+    """Return a value with all its texts cleaned, without the nulls that Arrow puts for names that a row lacks."""
+    if isinstance(value, Mapping):
+        return {clean(key): clean_all(one) for key, one in value.items() if one is not None}
+    if isinstance(value, list):
+        return [clean_all(one) for one in value]
+    return clean(value) if isinstance(value, str) else value
 
 
 def plain_text(messages: Messages) -> str:
@@ -208,7 +228,8 @@ def _of_fields(row: Mapping, fields: Sequence[str]) -> Row:
 
 def _preferred(row: Mapping) -> list:
     """Return the turns of a preference pair's prompt and its chosen reply."""
-    chosen, prompt = row["chosen"], row.get("prompt")
+    chosen, prompt = row["chosen"], row.get("prompt", next((row[name] for name in TURNS if name in row), None))
+    chosen = [chosen] if isinstance(chosen, Mapping) else chosen
     if _is_turns(chosen) and (prompt is None or _role(chosen[0]) in ("user", "system")):
         return chosen
     if prompt is None:
@@ -226,7 +247,8 @@ def _as_turns(value: object, role: str) -> list:
 def _column_of_turns(row: Mapping) -> str | None:
     """Return the column of a row that holds turns: of those with a usual name the first one, else the only one."""
     usual = [name for name in TURNS if name in row]
-    others = [name for name in row if name not in ("prompt", "completion")]  # which are one kind together
+    of_pairs = {name for columns in PAIRS.values() for names in columns for name in names}
+    others = [name for name in row if name not in of_pairs]
     found = [name for name in usual or others if _is_turns(row[name])]
     if len(found) > 1 and not usual:
         raise Broken(f"has turns in the columns {' and '.join(found)}")
@@ -241,7 +263,7 @@ def _is_turns(value: object) -> bool:
 
 def _role(turn: Mapping) -> str:
     name = turn.get("role") or turn.get("from")
-    if name not in ROLES:
+    if not isinstance(name, str) or name not in ROLES:
         raise Broken(f"has a turn of {name!r}; roles are {', '.join(ROLES)}")
     return ROLES[name]
 
@@ -289,6 +311,8 @@ def _message(turn: Mapping) -> dict:
     if name in CALL_ROLES:
         turn["tool_calls"], content = [{"function": _parsed(content)}], ""
     if calls := turn.pop("tool_calls", None):
+        if not isinstance(calls, list):
+            raise Broken("has calls of tools that are no list")
         turn["tool_calls"] = [_call(call) for call in calls]
     if isinstance(turn.get("reasoning_content"), str):
         turn["reasoning_content"] = clean(turn["reasoning_content"])
@@ -301,7 +325,8 @@ def _call(call: object) -> dict:
     function = call.get("function", call) if isinstance(call, Mapping) else None
     if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
         raise Broken("has a call of a tool without a name")
-    return {"type": "function", "function": {**function, "arguments": _parsed(function.get("arguments"))}}
+    known = {key: value for key, value in function.items() if value is not None}
+    return {"type": "function", "function": {**known, "arguments": _parsed(function.get("arguments")) or {}}}
 
 
 def _tools(tools: object) -> list[dict] | None:
@@ -314,6 +339,6 @@ def _tools(tools: object) -> list[dict] | None:
 def _parsed(value: object) -> object:
     """Return what a text holds as JSON; what is none stays as it is."""
     try:
-        return json.loads(value) if isinstance(value, str) and value.strip() else value or None
-    except ValueError:
-        return value
+        return clean_all(json.loads(value) if isinstance(value, str) and value.strip() else value or None)
+    except (ValueError, RecursionError):
+        return clean_all(value)

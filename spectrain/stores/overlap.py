@@ -11,11 +11,14 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from functools import partial
+from itertools import chain
 from pathlib import Path
 
 import numpy as np
 from transformers import PreTrainedTokenizerBase
 
+from spectrain.stores.files import write_whole
 from spectrain.stores.prompts import Question
 
 RUN = 13  # tokens
@@ -58,7 +61,7 @@ def shares_any(tokens: np.ndarray, known: np.ndarray) -> bool:
 
 @dataclass(frozen=True)
 class Sample:
-    """Of the runs of a text those whose hash ends with `zeros` zero bits."""
+    """Some of the runs of a text: those whose hashes end with `zeros` bits of 0."""
 
     hashes: np.ndarray  # [n] uint64, sorted
     zeros: int = 0
@@ -66,19 +69,22 @@ class Sample:
     @classmethod
     def of(cls, texts: Iterable[np.ndarray]) -> Sample:
         """Sample texts, so that at most MOST_SAMPLED hashes are kept."""
-        kept, zeros = np.zeros(0, np.uint64), 0
-        for tokens in texts:
-            for start in range(0, len(tokens), HASHED_TOKENS):
+        kept, zeros, waiting, n_waiting = np.zeros(0, np.uint64), 0, [], 0
+        for tokens in chain(texts, [None]):  # None: no more
+            for start in range(0, 0 if tokens is None else len(tokens), HASHED_TOKENS):
                 new = runs(tokens[start : start + HASHED_TOKENS + RUN - 1])
-                kept = np.union1d(kept, new[_ends_with(new, zeros)])
+                waiting.append(new[_ends_with(new, zeros)])
+                n_waiting += len(waiting[-1])
+            if tokens is None or n_waiting >= HASHED_TOKENS:
+                kept, waiting, n_waiting = np.unique(np.concatenate([kept, *waiting])), [], 0
                 while len(kept) > MOST_SAMPLED:
                     zeros += 1
                     kept = kept[_ends_with(kept, zeros)]
-        return cls(kept, zeros)
+        return cls(kept[_ends_with(kept, zeros)], zeros)
 
     def save(self, folder: Path) -> None:
         """Write it into the folder of a drafter."""
-        np.savez(folder / TRAINED_ON, hashes=self.hashes, zeros=self.zeros)
+        write_whole(folder / TRAINED_ON, partial(np.savez, hashes=self.hashes, zeros=self.zeros))
 
     @classmethod
     def load(cls, folder: Path) -> Sample | None:

@@ -220,6 +220,7 @@ def pack(
             raise UserError(
                 f"corpus too small: the {writer.n_documents} {name} documents make no {name} row of {row_tokens} tokens"
                 f"{with_response}; use a larger corpus, a shorter data.row_tokens or another corpus.held_out_share"
+                + "".join(f" ({sentence})" for sentence in said)
             )
     digest = hashlib.sha256("".join(writer.digest.hexdigest() for writer in writers.values()).encode()).hexdigest()
     facts = _Facts(row_tokens, [writer.n_rows for writer in writers.values()], said, digest[:16])

@@ -12,7 +12,7 @@ from transformers import PreTrainedTokenizerBase
 
 from spectrain.decoding.text import chat_ids
 from spectrain.errors import UserError, check_whole
-from spectrain.stores.chats import Broken, Row, Tally
+from spectrain.stores.chats import Broken, Row, Tally, clean
 from spectrain.stores.texts import source_rows
 
 log = logging.getLogger(__name__)
@@ -40,7 +40,8 @@ def read_prompts(path: str | Path, limit: int | None = None) -> list[Question]:
     """
     if limit is not None:
         check_whole("limit", limit, 1)
-    name, _, split = str(path).partition(":") if not Path(path).expanduser().exists() else (str(path), "", "")
+    is_here = Path(path).expanduser().exists()
+    name, _, split = (str(Path(path).expanduser()), "", "") if is_here else str(path).partition(":")
     questions: dict[str, Question] = {}
     tally = Tally(str(path))
     for where, row, columns in source_rows(name, (), split or "train", None, tally, "prompts"):
@@ -72,17 +73,17 @@ def read_prompts(path: str | Path, limit: int | None = None) -> list[Question]:
 
 def _question(row: Row, columns: Mapping, row_id: str, stem: str) -> Question | None:
     """Return what a row asks, or None; `row_id` and `stem` are for rows without id and category."""
-    known = columns.get("question_id", columns.get("task_id", row_id))
+    known = next((columns[key] for key in ("question_id", "task_id") if columns.get(key) is not None), row_id)
     if not isinstance(known, str | int):
         raise Broken(f"has the id {known!r}; give a text or a number")
     category = columns["category"] if isinstance(columns.get("category"), str) and "question_id" in columns else stem
     if row.chat is None:
-        return Question(str(known), category, (row.text,)) if row.text.strip() else None
+        return Question(clean(str(known)), category, (row.text,)) if row.text.strip() else None
     asked = takewhile(lambda m: m["role"] != "tool" and "tool_calls" not in m, row.chat.messages)
     said = [(message["role"], message["content"]) for message in asked]
     turns = tuple(text for role, text in said if role == "user")
     system = "\n\n".join(text for role, text in said if role == "system")
-    return Question(str(known), category, turns, system, row.chat.tools) if turns else None
+    return Question(clean(str(known)), clean(category), turns, system, row.chat.tools) if turns else None
 
 
 def question_ids(

@@ -43,10 +43,12 @@ def corpus_rows(
 
     Log what was read and what was left out. See `packing.pack` for the options and errors.
     """
+    forbidden = forbidden_runs(corpus, target.tokenizer)
     tokenizer, options = target.tokenizer, (corpus.held_out_share, corpus.max_documents, loss_on, document_mask)
     key = {
         "version": VERSION,
-        "corpus": [asdict(corpus), [_version(path) for path in (*corpus.paths, *corpus.prompt_paths)]],
+        "corpus": [asdict(corpus), [_version(path) for path in corpus.paths]],
+        "decontaminated": [] if forbidden is None else forbidden.tolist(),
         "rows": [row_tokens, *options],
         "target": [tokenizer_fingerprint(tokenizer), tokenizer.chat_template, target.vocab_size, target.eos_ids],
     }
@@ -55,7 +57,7 @@ def corpus_rows(
         if not folder.is_dir():
             tally = Tally(corpus.name, CORPUS_ADVICE)
             documents = corpus_documents(corpus, tally, tokenizer, shuffled=True)
-            facts = target.vocab_size, target.eos_ids, forbidden_runs(corpus, tokenizer)
+            facts = target.vocab_size, target.eos_ids, forbidden
 
             def write(temporary: Path) -> None:
                 pack(documents, tokenizer, row_tokens, *options, *facts, tally, temporary)

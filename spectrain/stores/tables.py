@@ -6,7 +6,6 @@ numbers of lines or rows, from 1, with the row by column, or with what is wrong 
 
 from __future__ import annotations
 
-import codecs
 import csv
 import io
 import json
@@ -27,6 +26,7 @@ from spectrain.stores.chats import TURNS, Broken
 from spectrain.stores.files import parse_json
 
 BATCH_ROWS = 1024  # of a Parquet file, read at once
+PROBED_CHARACTERS = 1 << 20  # of a JSON file, by which its kind is told
 READ_CHARACTERS = 1 << 20  # of a JSON array, at once
 LONGEST_ROW = 1 << 28  # characters of an element, a line or a cell
 SPACE = re.compile(r"[\s,]*")  # between elements
@@ -41,8 +41,8 @@ Rows = Iterator[tuple[int, Mapping | Broken]]
 
 
 def suffix_of(file: Path) -> str:
-    """Return the suffix of a file's content: .jsonl of chats.jsonl.gz."""
-    return Path(file.stem).suffix if file.suffix in COMPRESSED else file.suffix
+    """Return the suffix of a file's content in small letters: .jsonl of chats.jsonl.gz."""
+    return (Path(file.stem).suffix if file.suffix in COMPRESSED else file.suffix).lower()
 
 
 def opened(file: Path) -> BinaryIO:
@@ -68,7 +68,7 @@ def _naming(rows: Rows, name: str) -> Rows:
         yield from rows
     except UnicodeDecodeError as error:
         raise UserError(f"{name} is not UTF-8 (byte {error.start + 1}); save the file as UTF-8") from error
-    except (ArrowException, csv.Error, EOFError) as error:
+    except (ArrowException, csv.Error, EOFError, RecursionError) as error:
         raise UserError(f"{name} cannot be read ({_line(error)}); fetch or write it again") from error
 
 
@@ -83,14 +83,18 @@ def _lines(file: Path, name: str, columns: Sequence[str]) -> Rows:
                 yield number, Broken(f"is not UTF-8 (byte {error.start + 1})")
             except json.JSONDecodeError as error:
                 yield number, Broken(f"is not JSON ({error.msg}, column {error.colno})")
-            except ValueError as error:  # NaN or Infinity
+            except (ValueError, RecursionError) as error:  # NaN or Infinity, or too deep
                 yield number, Broken(f"cannot be read ({error})")
 
 
 def _json(file: Path, name: str, columns: Sequence[str]) -> Rows:
-    """Yield the objects of an array, of the only list of an object, of lines, or the object that the file is."""
-    with opened(file) as content:
-        first, second = content.readline(LONGEST_ROW), content.readline(LONGEST_ROW)
+    """Yield the objects of arrays, of the only list of an object, of lines, or the object that the file is."""
+    with opened(file) as content, io.TextIOWrapper(content, encoding="utf-8-sig") as text:
+        begin = text.read(PROBED_CHARACTERS)
+        if begin.lstrip()[:1] == "[":
+            yield from enumerate(map(_row, _elements(text, begin, name)), start=1)
+            return
+    first, _, second = begin.lstrip().partition("\n")
     try:
         one = json.loads(first) if second.strip() else None
     except ValueError:
@@ -99,33 +103,38 @@ def _json(file: Path, name: str, columns: Sequence[str]) -> Rows:
         yield from _lines(file, name, columns)
         return
     with opened(file) as content, io.TextIOWrapper(content, encoding="utf-8-sig") as text:
-        if first.removeprefix(codecs.BOM_UTF8).lstrip()[:1] == b"[":
-            yield from enumerate(map(_row, _elements(text, name)), start=1)
-            return
         try:
             value = parse_json(text.read())
         except ValueError as error:
             raise UserError(f"{name} is not JSON ({_line(error)}); mend it") from error
     is_row = not isinstance(value, Mapping) or TURNS.keys() & value.keys()
-    lists = [] if is_row else [found for found in value.values() if isinstance(found, list)]
-    if len(lists) == 1 and lists[0] and all(isinstance(row, Mapping) for row in lists[0]):
+    lists = [] if is_row else [found for found in value.values() if isinstance(found, list) and found]
+    if len(lists) == 1 and not any(not isinstance(row, Mapping) or row.keys() & {"role", "from"} for row in lists[0]):
         yield from enumerate(lists[0], start=1)
     else:
         yield 1, _row(value)
 
 
-def _elements(text: TextIO, name: str) -> Iterator[object]:
-    """Yield the elements of a JSON array one by one, however long it is."""
-    decoder, kept, place, n_found, size = json.JSONDecoder(), text.read(READ_CHARACTERS), 0, 0, READ_CHARACTERS
-    place = kept.index("[") + 1
+def _elements(text: TextIO, kept: str, name: str) -> Iterator[object]:
+    """Yield the elements of one JSON array or of several, one by one, however long they are.
+
+    `kept` is what was read of the text already.
+    """
+    decoder, place, n_found, size, inside = json.JSONDecoder(), 0, 0, READ_CHARACTERS, False
     while True:
         place = SPACE.match(kept, place).end()
-        if kept[place : place + 1] == "]":
-            return
+        sign = kept[place : place + 1]
+        if sign == ("]" if inside else "["):
+            place, inside = place + 1, not inside
+            continue
         try:
-            value, end = decoder.raw_decode(kept, place)
+            if not inside:
+                raise json.JSONDecodeError("Expecting an array", kept, place)
+            value, place = decoder.raw_decode(kept, place)
         except json.JSONDecodeError as error:
             more = text.read(size)
+            if not more and not inside and not sign:
+                return
             if not more or len(kept) - place > LONGEST_ROW:
                 raise UserError(f"{name} is not JSON behind row {n_found} ({error.msg}); mend it") from error
             kept, place, size = kept[place:] + more, 0, 2 * size
@@ -133,7 +142,6 @@ def _elements(text: TextIO, name: str) -> Iterator[object]:
         size = READ_CHARACTERS
         yield value
         n_found += 1
-        place = end
 
 
 def _row(value: object) -> Mapping | Broken:
@@ -158,10 +166,16 @@ def _csv(file: Path, name: str, columns: Sequence[str]) -> Rows:
 
 def _parquet(file: Path, name: str, columns: Sequence[str]) -> Rows:
     with pyarrow.parquet.ParquetFile(file) as table:
-        known = set(table.schema_arrow.names)
-        chosen = list(columns) if columns and known.issuperset(columns) else None
+        chosen = _projected(columns, table.schema_arrow.names)
         batches = table.iter_batches(BATCH_ROWS, columns=chosen)
         yield from enumerate((row for batch in batches for row in batch.to_pylist()), start=1)
+
+
+def _projected(columns: Sequence[str], known: Sequence[str]) -> list[str] | None:
+    """Return what is read of a table for these columns: what belongs to a conversation, too; None: all."""
+    if not columns or not set(known).issuperset(columns):
+        return None
+    return [*columns, *(name for name in ("system", "tools") if name in known and name not in columns)]
 
 
 READERS = {
@@ -218,8 +232,8 @@ def hub_rows(name: str, subset: str | None, split: str, columns: Sequence[str] =
 
 
 def _dataset_rows(rows: Iterable[dict], name: str, columns: Sequence[str]) -> Rows:
-    if columns and set(rows.column_names or ()).issuperset(columns):  # a dataset reads only these
-        rows = rows.select_columns(list(columns))
+    if (chosen := _projected(columns, rows.column_names or ())) is not None:  # a dataset reads only these
+        rows = rows.select_columns(chosen)
     number = 0
     try:
         for number, row in enumerate(rows, start=1):

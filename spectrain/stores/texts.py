@@ -47,6 +47,7 @@ SUFFIXES = (
 HUB_ID = re.compile(r"[\w][\w.-]*(/[\w][\w.-]*)?")  # name or owner/name
 NO_CODE = {"site-packages", "dist-packages", "encodings", "pydoc_data", "__pycache__"}  # installed packages, tables
 LATER_TURN = re.compile(r" turn \d+$")  # see `turn_id`
+OFTEN_SETTINGS = (".json", ".csv", ".tsv")  # files that in a folder of sources hold no texts, or comments
 FIRST_ROWS = 10  # of a table in a folder, which is left out where none of them can be read
 STDLIB_HELD_OUT = 0.05  # share of the library's modules that no training sees
 
@@ -160,8 +161,8 @@ def corpus_documents(
 
 
 def _named(documents: Iterable[Document], path: str | None) -> Iterator[Document]:
-    for document in documents:
-        by = document.prompt_id and f"{path}:{document.prompt_id}"
+    for document in documents:  # held out as where it is read alone
+        by = document.prompt_id or document.id
         yield replace(document, id=f"{path or 'library'}:{document.id}", prompt_id=by)
 
 
@@ -226,8 +227,16 @@ def _sources(
     named = [(os.fsencode(file.relative_to(root)).decode("utf-8", "backslashreplace"), file) for file in files]
     for name, file in sorted(named, key=lambda pair: unit_hash(pair[0])) if shuffled else named:
         if (rows := file_rows(file, name, fields)) is not None:
-            first = list(islice(rows, FIRST_ROWS))
-            if file == Path(path).expanduser() or not first or any(_fits(row, fields) for _, row in first):
+            if file == Path(path).expanduser():
+                yield name, rows
+                continue
+            try:
+                first = list(islice(rows, FIRST_ROWS))
+            except UserError as error:
+                if suffix_of(file) not in OFTEN_SETTINGS:
+                    raise
+                first = [(0, Broken(str(error)))]
+            if not first or any(_fits(row, fields) for _, row in first):
                 yield name, chain(first, rows)
             else:  # settings or numbers that lie beside the texts
                 log.warning("left out, a table without conversations, questions or texts: %s", name)

@@ -1,7 +1,7 @@
 """Options that fit the machine and the target where the user gives none, as runs and stores are named by them.
 
 `target.dtype=auto` is the checkpoint's on a GPU, and float32 on a CPU, where it costs little and texts are lossless.
-`trainer=auto` trains on all GPUs, else on the CPU. `data.batch_size` is 4 rows, or one for each rank.
+`trainer=auto` trains on all GPUs, else on the CPU. `data.batch_size` is 4 rows, or as many as ranks share out evenly.
 """
 
 from __future__ import annotations
@@ -37,7 +37,8 @@ def _settle_training(options: Train) -> None:
     trainer["accelerator"] = "gpu" if uses_gpu(trainer["accelerator"]) else "cpu"
     trainer["precision"] = precision_of(trainer)
     if data["batch_size"] is None:
-        data["batch_size"] = max(BATCH_ROWS, _n_ranks(trainer))
+        n_ranks = _n_ranks(trainer)
+        data["batch_size"] = -(-BATCH_ROWS // n_ranks) * n_ranks
 
 
 def _n_ranks(trainer: dict) -> int:
@@ -47,7 +48,8 @@ def _n_ranks(trainer: dict) -> int:
         return int(os.environ["WORLD_SIZE"])
     if devices in ("auto", -1):
         devices = torch.cuda.device_count() if trainer["accelerator"] == "gpu" else 1
-    return (len(devices) if isinstance(devices, list) else int(devices)) * trainer.get("num_nodes", 1)
+    n_devices = len(devices) if isinstance(devices, list) else devices if isinstance(devices, int) else 1
+    return max(1, n_devices) * trainer.get("num_nodes", 1)
 
 
 def _checkpoint_dtype(path: str) -> str:

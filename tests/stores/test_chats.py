@@ -80,6 +80,16 @@ ROWS = {
         *("preferences", turns("Hi", "Ho")),
     ),
     "its texts": ({"prompt": "Hi", "chosen": "Ho", "rejected": "x"}, "preferences", turns("Hi", "Ho")),
+    "LLaMA-Factory's": (
+        {"conversations": sharegpt("Hi"), "chosen": sharegpt("", "Ho")[1], "rejected": sharegpt("", "x")[1]},
+        *("preferences", turns("Hi", "Ho")),
+    ),
+    "JSON in a cell": ({"messages": json.dumps(turns("Hi", "Ho"))}, "conversations", turns("Hi", "Ho")),
+    "other columns of null": (
+        {"messages": None, "chosen": None, "rejected": None, "prompt": "Hi", "completion": "Ho"},
+        *("prompts", turns("Hi", "Ho")),
+    ),
+    "turns as response": ({"prompt": turns("Hi"), "response": turns("", "Ho")[1:]}, "prompts", turns("Hi", "Ho")),
     "its replies": (
         {"prompt": turns("Hi"), "chosen": turns("", "Ho")[1:], "rejected": turns("", "x")[1:]},
         *("preferences", turns("Hi", "Ho")),
@@ -101,6 +111,13 @@ def test_plain_texts_are_a_column_of_text_or_the_only_one():
     assert read_row({"a": "x", "b": "y", "c": None}, ["a", "b", "c"]).text == "x\n\ny"
     assert read_row({"a": ["x", {"content": "y"}]}, ["a"]).text == "x\n\ny"
     assert read_row({"chat": sharegpt("Hi", "Ho"), "text": "x"}, ["chat"]).chat.messages == turns("Hi", "Ho")
+
+
+def test_calls_have_objects_as_arguments_without_nulls_of_arrow_and_halves_of_characters():
+    for given, expected in ((None, {}), ({"a": None, "b": 1}, {"b": 1}), ({"q": "\ud83d"}, {"q": "\ufffd"})):
+        calls = [{"function": {"name": "f", "arguments": given}}]
+        row = {"messages": [*turns("Hi"), {"role": "assistant", "content": None, "tool_calls": calls}]}
+        assert read_row(row).chat.messages[1]["tool_calls"][0]["function"]["arguments"] == expected
 
 
 @pytest.mark.parametrize(
@@ -128,6 +145,10 @@ def test_broken_conversations_have_one_fate(turned, messages, mended):
 BROKEN = {
     "kind": ({"name": "x", "version": "1"}, "has the columns name, version, which are those of no conversation"),
     "role": ({"messages": [{"role": "narrator", "content": "x"}]}, "has a turn of 'narrator'"),
+    "role of no kind": ({"messages": [{"role": ["user"], "content": "x"}]}, r"has a turn of \['user'\]"),
+    "a turn alone": ({"role": "user", "content": "x"}, "is a turn, where conversations are expected"),
+    "no turn": ({"messages": [*turns("Hi"), None]}, "something else than turns with roles in 'messages'"),
+    "calls": ({"messages": [{"role": "assistant", "tool_calls": 5}]}, "calls of tools that are no list"),
     "image": ({"messages": [{"role": "user", "content": [{"type": "image"}]}]}, "content that is no text"),
     "number as turn": ({"messages": [{"role": "user", "content": 3}]}, "whose content is no text"),
     "call": ({"messages": [{"role": "assistant", "tool_calls": [{}]}]}, "a call of a tool without a name"),
@@ -154,6 +175,8 @@ FILES = {
     "array.json": json.dumps(CONVERSATIONS, indent=1).encode(),
     "short.json": b"\xef\xbb\xbf" + json.dumps(CONVERSATIONS).encode(),
     "lines.json": LINED.encode(),
+    "two.json": (json.dumps(CONVERSATIONS[:2]) + "\n" + json.dumps(CONVERSATIONS[2:])).encode(),
+    "CAPITAL.JSON": json.dumps(CONVERSATIONS).encode(),
     "in.json": json.dumps({"version": "1", "data": CONVERSATIONS}).encode(),
     "a.jsonl": LINED.encode(),
     "a.jsonl.gz": gzip.compress(LINED.encode()),
@@ -203,6 +226,8 @@ def test_a_long_array_is_read_piece_by_piece(tmp_path):
         ("a.jsonl.gz", b"no gzip", "a.jsonl.gz cannot be read"),
         ("a.parquet", b"no parquet", "a.parquet cannot be read"),
         ("a.jsonl", b'{"name": "x", "version": "1"}', "line 1 of a.jsonl has the columns name, version"),
+        ("a.jsonl", b"[" * 100000, "line 1 of a.jsonl cannot be read"),
+        ("a.json", b'[{"role": "user", "content": "Hi"}]', "row 1 of a.json is a turn"),
         ("a.jsonl", b'{"text": NaN}', "line 1 of a.jsonl cannot be read"),
         ("a.jsonl", b'{"text": "a"}\n{text', "line 2 of a.jsonl is not JSON"),
         ("a.jsonl", "größe".encode("latin-1"), "line 1 of a.jsonl is not UTF-8"),
@@ -238,6 +263,7 @@ def test_few_broken_rows_are_counted_and_listed_and_many_refuse_the_source(tmp_p
 
 def test_settings_beside_texts_are_left_out_of_a_folder(tmp_path, caplog):
     (tmp_path / "package.json").write_text('{"name": "x", "version": "1"}')
+    (tmp_path / "tsconfig.json").write_text("// no JSON")
     (tmp_path / "chats.json").write_text(json.dumps(CONVERSATIONS))
     (tmp_path / "a.md").write_text("text")
     with caplog.at_level(logging.WARNING):

@@ -80,7 +80,7 @@ BAD_FILES = {
     "unknown keys": ([{"a": 1, "b": 2}], ["line 1 of file.jsonl has the columns a, b, which are those of no"]),
     "number for a text": ([{"prompt": 3}], ["line 1", "no text as 'prompt'"]),
     "no turns": ([spec_bench(turns=[])], ["line 1", "empty turn, or none"]),
-    "id of no kind": ([spec_bench(None)], ["file.jsonl:1 has the id None"]),
+    "id of no kind": ([spec_bench([1])], ["file.jsonl:1 has the id [1]"]),
     "same id": ([spec_bench(1), spec_bench("1")], ["file.jsonl:2 repeats the id '1'"]),
     "empty file": ([""], ["file.jsonl has no question"]),
 }

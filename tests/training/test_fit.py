@@ -126,6 +126,7 @@ def test_defaults_fit_the_machine(monkeypatch, tmp_path):
     tiny_model().save_pretrained(tmp_path)
     assert config_of("+exp=spire", f"target.path={tmp_path}")["target"]["dtype"] == "float32"
     assert config_of("+exp=spire", "target.path=no/where")["target"]["dtype"] == "float32"
+    assert config_of("+exp=spire", "trainer.devices=3")["data"]["batch_size"] == 6
     monkeypatch.setenv("TORCHELASTIC_RUN_ID", "x")
     monkeypatch.setenv("WORLD_SIZE", "16")
     assert config_of("+exp=spire", "trainer=ddp")["data"]["batch_size"] == 16
