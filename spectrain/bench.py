@@ -119,8 +119,8 @@ def seen_before(asked: Sequence[Question], target: TargetModel, drafters: Iterab
         if text is not None and (ids := seen_questions(asked, target.tokenizer, text)):
             seen[folder] = ids
             log.warning(
-                "%d of %d questions stand in the text of %s, such as %s: what it gains on them says nothing of new "
-                "ones; make it with corpus.decontaminate=<prompts>",
+                "%d of %d questions stand in the text of %s, such as %s: expect less of new questions, or make it with "
+                "corpus.decontaminate=<prompts>",
                 *(len(ids), len(asked), folder, ids[0]),
             )
     return seen

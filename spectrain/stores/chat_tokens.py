@@ -4,11 +4,11 @@
     for found in renderer.tokens([chat]):
         found.ids, found.is_assistant, found.unseen
 
-What the assistant wrote is what the template marks ({% generation %}). Of any other template it is the text behind the
-prompt of each turn, the conversation before it rendered ready for the answer, but for what stands there whatever the
-answer is. A turn that stands otherwise in the whole conversation than in that prompt and its answer was never seen so
-by the model, and is not learned: templates of reasoning models leave the thoughts of earlier turns out, others move the
-system's text to the last question. An end-of-text token that follows a reply belongs to it.
+Templates may mark what the assistant writes ({% generation %}). With any other one, each turn is compared with its
+prompt: the conversation before it, rendered ready for the answer. What follows there is the assistant's, apart from
+what every answer begins or ends with. Some templates change earlier turns when the conversation goes on: they leave
+thoughts out, or move the system's text to the last question. A turn that was changed like that, or whose prompt was, is
+not learned, because the model never saw or wrote it so. An end-of-text token behind a reply belongs to the reply.
 """
 
 from __future__ import annotations
