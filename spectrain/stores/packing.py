@@ -153,8 +153,8 @@ class Tokeniser:
             said.append(f"rendered by the chat template: {self.tally.say()}")
         if self.n_unseen:
             said.append(
-                f"{self.n_unseen} of {self.tally.replies} assistant turns are not learned: the chat template leaves out "
-                "or moves parts of earlier turns, so the model never saw or wrote them like this"
+                f"{self.n_unseen} of {self.tally.replies} assistant turns are not learned: the chat template leaves "
+                "out or moves parts of earlier turns, so the model never saw or wrote them like this"
             )
         return said
 
