@@ -10,6 +10,8 @@ what the hub calls its version.
 
 from __future__ import annotations
 
+import hashlib
+import json
 import logging
 from dataclasses import asdict
 from pathlib import Path
@@ -52,7 +54,7 @@ def corpus_rows(
         "rows": [row_tokens, *options],
         "target": [tokenizer_fingerprint(tokenizer), tokenizer.chat_template, target.vocab_size, target.eos_ids],
     }
-    folder = ROWS / digest(key)
+    folder = ROWS / hashlib.sha256(json.dumps(key).encode()).hexdigest()[:16]  # so many that none is taken for another
     with locked(folder, wait=True):
         if not folder.is_dir():
             tally = Tally(corpus.name, CORPUS_ADVICE)
