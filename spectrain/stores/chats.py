@@ -1,4 +1,4 @@
-"""What a row of a user's file holds: a conversation, in the shapes in which data lies around, or a plain text.
+"""Reads a row of a user's file as a conversation or as a plain text, whatever columns the row has.
 
     row = read_row({"conversations": [{"from": "human", "value": "Hi"}, {"from": "gpt", "value": "Ho"}]})
     row.kind, row.chat.messages
@@ -69,7 +69,7 @@ class Chat:
 
 @dataclass(frozen=True)
 class Row:
-    """What a row holds: a `chat`, or else a `text`."""
+    """The content of a row: either `chat` or `text` is set."""
 
     kind: str
     chat: Chat | None = None
@@ -79,7 +79,7 @@ class Row:
 
 @dataclass
 class Tally:
-    """What was read from a source, what was left out, and why."""
+    """Counts the rows of a source that are used and those that are left out, with the reasons."""
 
     source: str = ""  # its name
     advice: str = "mend or remove what cannot be read"  # where too much cannot

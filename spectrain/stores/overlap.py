@@ -1,4 +1,4 @@
-"""What training text shares with the questions of a benchmark: runs of 13 tokens, compared by their hashes.
+"""Finds the questions of a benchmark in training text, by hashes of every 13 tokens in a row.
 
     known = question_runs(read_prompts("gsm8k.jsonl"), tokenizer)
     shares_any(document.tokens, known)

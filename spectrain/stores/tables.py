@@ -157,11 +157,9 @@ def _csv(file: Path, name: str, columns: Sequence[str]) -> Rows:
     with opened(file) as content, io.TextIOWrapper(content, encoding="utf-8-sig", newline="") as text:
         rows = csv.DictReader(text, delimiter="\t" if suffix_of(file) == ".tsv" else ",")
         for number, row in enumerate(rows, start=1):
-            fits = None not in row and None not in row.values()
-            yield (
-                number,
-                row if fits else Broken(f"has another number of cells than the {len(rows.fieldnames)} columns"),
-            )
+            if None in row or None in row.values():
+                row = Broken(f"has another number of cells than the {len(rows.fieldnames)} columns")
+            yield number, row
 
 
 def _parquet(file: Path, name: str, columns: Sequence[str]) -> Rows:

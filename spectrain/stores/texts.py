@@ -15,7 +15,7 @@ import sysconfig
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from io import TextIOWrapper
-from itertools import chain, islice
+from itertools import chain, combinations, islice
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -141,11 +141,10 @@ def corpus_documents(
         if given is not None and len(given) != len(paths):
             raise UserError(f"corpus.{name} has {len(given)} values for {len(paths)} sources; give one for each")
     places = [Path(path).expanduser().resolve() if path and not is_remote(path) else path for path in paths]
-    for number, place in enumerate(places):
-        for other in places[:number]:
-            within = isinstance(place, Path) and isinstance(other, Path) and ({place, *place.parents} & {other})
-            if place == other or within or (isinstance(other, Path) and place in other.parents):
-                raise UserError(f"corpus has the same rows twice, in {other} and {place}; give each source once")
+    for one, other in combinations(places, 2):
+        are_here = isinstance(one, Path) and isinstance(other, Path)
+        if one == other or (are_here and (one.is_relative_to(other) or other.is_relative_to(one))):
+            raise UserError(f"corpus has the same rows twice, in {one} and {other}; give each source once")
     for number, path in enumerate(paths):
         documents = read_documents(path, corpus.fields, corpus.split, corpus.subset, tally, tokenizer, shuffled)
         documents = islice(documents, corpus.limits[number] if corpus.limits else None)

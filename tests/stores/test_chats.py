@@ -1,4 +1,4 @@
-"""What rows of users' files hold, in all shapes in which chat data lies around, and what happens to broken ones."""
+"""Chat data in all its common formats, and rows that are broken."""
 
 from __future__ import annotations
 
