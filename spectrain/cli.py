@@ -82,7 +82,7 @@ def run(module: str) -> None:
                 options = config.options_of(name, cfg)
                 main = importlib.import_module(module).main
                 quiet_libraries()
-                importlib.import_module("spectrain.training.settled").settle(options)
+                importlib.import_module("spectrain.measure.settled").settle(options)
                 main(options)
             except UserError as error:
                 if not in_multirun():

@@ -17,6 +17,10 @@ class AllRanksError(UserError):
     """An error that every rank raises alike, so that one of them can print it for all."""
 
 
+class TooLittleText(UserError):
+    """A corpus makes no row for training or none for validation; shorter rows may help."""
+
+
 class FinishedRun(AllRanksError):
     """The run that was asked for is finished already. A sweep leaves it out, on all ranks or on none."""
 

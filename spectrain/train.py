@@ -18,6 +18,8 @@ if __name__ == "__main__":  # first, so that --help and a wrong option are answe
 
     run("spectrain.train")
 
+import contextlib
+import logging
 from functools import partial
 from pathlib import Path
 
@@ -33,22 +35,29 @@ from spectrain.config.training import Train
 from spectrain.decoding import Drafter
 from spectrain.errors import UserError
 from spectrain.measure.plots import calibration, training_pictures, write_png
-from spectrain.measure.tables import head_table, show, speed_table, tau_table
+from spectrain.measure.settled import plan_for, settled
+from spectrain.measure.tables import depth_table, head_table, memory_table, show, speed_table, tau_table
 from spectrain.measure.tau import expected_and_measured, measure_speed, measure_tau, tau_settings
 from spectrain.methods.autoregressive import Autoregressive
 from spectrain.methods.speculative import build as build_speculative
 from spectrain.models.kinds import about
 from spectrain.serving.exporting import Export, tokens_of, write_export
 from spectrain.training.base import Experiment, Parts
+from spectrain.training.callbacks import UNKNOWN_STEPS
 from spectrain.training.fit import final_metrics, fit, target_device
 from spectrain.training.loggers import publish
 from spectrain.training.runs import RunFolder
+
+log = logging.getLogger(__name__)
 
 
 def main(options: Train) -> None:
     if not options.experiment:
         raise UserError("nothing to train; give +exp=spire, +exp=vanilla, +exp=specdecpp or +exp=target")
-    with RunFolder.claim(plain(options)) as run:
+    if options.plan:
+        show_plan(settled(plain(options)))
+        return
+    with RunFolder.claim(plain(options), settle=settled) as run:
         if rank_zero_only.rank == 0:
             with run.export_folder(options.out):  # a folder that cannot be made is refused before the training
                 pass
@@ -58,11 +67,14 @@ def main(options: Train) -> None:
 
 def train(options: Train, run: RunFolder) -> None:
     """Train what the run's config names, then measure, export and show it."""
-    experiment = run.experiment(partial(open_target, options.target, target_device(run.config)))
+    if rank_zero_only.rank == 0:
+        with contextlib.suppress(UserError):  # heads and targets have no plan, and what is wrong will be said
+            show_plan(run.config)
+    experiment = run.experiment(partial(open_target, run.target, target_device(run.config)))
     parts = experiment.prepare()
+    run.settle(parts.data.settled)
     measurement = Measurement(options, experiment, parts) if experiment.drafts else None
-    max_steps = experiment.max_steps(len(parts.data.train))
-    trainer = fit(run, parts, max_steps, in_multirun())
+    trainer = fit(run, parts, steps_of(run, experiment, parts), in_multirun())
     if not trainer.is_global_zero:
         return
     best, weights, steps = run.best.read(), run.best.weights(), trainer.global_step
@@ -76,6 +88,27 @@ def train(options: Train, run: RunFolder) -> None:
         if line := expected_and_measured(metrics, result["tau"][measurement.method]):
             Console().print(line, highlight=False)
     finish(options, trainer, Export(experiment, weights, result), parts)
+
+
+def steps_of(run: RunFolder, experiment: Experiment, parts: Parts) -> int:
+    """The optimizer steps of a run: with `hours` those that its first steps have led to, once these are done."""
+    if run.config["hours"]:
+        return run.facts().get("steps", UNKNOWN_STEPS)
+    trained = sum(one.numel() for one in parts.module.parameters() if one.requires_grad)
+    return experiment.steps_of(trained, len(parts.data.train))
+
+
+def show_plan(config: dict) -> None:
+    """Print what a training takes; with plan=true also what its drafter will gain."""
+    plan, machine = plan_for(config)
+    if not config["plan"]:
+        log.info("%s", plan.sentence(machine))
+        return
+    parts = [("memory of one rank", memory_table(plan, machine))]
+    if config["kind"] == "spire":
+        parts.append(("speedup to expect, and draft length", depth_table(config, machine.peaks)))
+    show(parts, columns=100)
+    Console().print(plan.sentence(machine), highlight=False)
 
 
 class Measurement:

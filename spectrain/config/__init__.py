@@ -47,6 +47,7 @@ COMMANDS: dict[str, tuple[type, dict[str, str | None]]] = {
             "trainer": "auto",
             "logger": "csv",
             "sampling": None,
+            "hardware": None,
         },
     ),
 }

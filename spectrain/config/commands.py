@@ -333,6 +333,10 @@ class Hardware:
     bytes_per_s: float | None = option(None, "of the memory", above=0)
     operational_intensity: float | None = option(None, "FLOPs per byte, in place of the two peaks", above=0)
     bytes_a_value: float | None = option(None, "of weights and cache, with operational_intensity", above=0)
+    memory_bytes: float | None = option(None, "of one GPU", above=0)
+    link_bytes_per_s: float | None = option(None, "of one GPU, to the others of its machine", above=0)
+    network_bytes_per_s: float | None = option(None, "of one GPU, to other machines", above=0)
+    training_share: float = option(1.0, "of the peaks, that kernels of a training reach", above=0, most=1)
     source: str | None = option(None, "where the numbers are from")
 
 

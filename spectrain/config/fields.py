@@ -72,7 +72,7 @@ def typed(values: Mapping, kind: type[Options], prefix: str = "") -> Options:
         options = OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(kind), _literal(values)))
     except (ValidationError, ConfigTypeError) as error:
         name = (error.full_key or "").partition("[")[0] or next(key for key in values if not _merges(kind, values, key))
-        value = shown(_at(values, name))
+        value = shown(at(values, name))
         raise UserError(f"{prefix}{name}={value} must be {words(*_field_at(kind, name))}") from error
     for name, one, hint, value in _walk(options):
         if value is not None and not fits(value, one.metadata):
@@ -156,10 +156,26 @@ def _field_at(kind: type, name: str) -> tuple[dataclasses.Field, Any]:
     return _field_at(inner, rest) if rest and inner else (one, hint)
 
 
-def _at(values: object, name: str) -> object:
+def at(values: object, name: str) -> object:
+    """Return the value of a dotted name."""
     for part in filter(None, name.split(".")):
         values = values.get(part) if isinstance(values, Mapping) else values
     return values
+
+
+def put(values: dict, name: str, value: object) -> None:
+    """Change the value of a dotted name, whose groups are there."""
+    *groups, last = name.split(".")
+    at(values, ".".join(groups))[last] = value
+
+
+def flat(values: Mapping, prefix: str = "") -> Iterator[tuple[str, object]]:
+    """Yield all values by dotted name."""
+    for key, value in values.items():
+        if isinstance(value, dict) and value:
+            yield from flat(value, f"{prefix}{key}.")
+        else:
+            yield f"{prefix}{key}", value
 
 
 def fits(value: object, limits: Mapping[str, object]) -> bool:

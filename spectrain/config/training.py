@@ -53,7 +53,8 @@ class Offline(Data):
 @dataclass
 class Optimizer:
     name: str = option("adamw", "muon: matrices by Muon, the rest by AdamW", one_of=("adamw", "muon"))
-    lr: float = option(1e-3, "highest learning rate", above=0)
+    lr: float | None = option(None, "highest learning rate; null: lr_times_width / width of what is trained", above=0)
+    lr_times_width: float = option(1.28, "by which the learning rate falls with the width of the model", above=0)
     weight_decay: float = option(0.1, "[0.1]", least=0)
     betas: list[float] = option([0.9, 0.95], "[0.9, 0.95]", least=0, below=1)
     warmup_steps: int = option(30, "in which the learning rate rises", least=0)
@@ -68,7 +69,11 @@ class Trainer:
     accelerator: str = option("auto", "auto | cpu | gpu")
     num_nodes: int = option(1, "machines", least=1)
     gradient_clip_val: float | None = option(1.0, "largest norm of the gradient [1]", above=0)
-    accumulate_grad_batches: int = option(1, "batches per optimizer step", least=1)
+    accumulate_grad_batches: int | None = option(
+        None,
+        "batches per optimizer step; null: one, or on a GPU as many as data.batch_size has to be divided into to fit",
+        least=1,
+    )
     activation_checkpointing: bool = option(False, "true: blocks run again in the backward pass, which saves memory")
     log_every_n_steps: int = option(10, "steps per row of the curve", least=1)
     val_check_interval: int = option(250, "batches per validation", least=1)
@@ -94,6 +99,14 @@ class Tau:
 
 
 @dataclass
+class Workload:
+    """What a drafter is to decode, for which plan=true and n_layer=auto predict its speedup."""
+
+    batch: list[int] = option([1, 8], "rows decoded together", least=1)
+    context_tokens: list[int] = option([1024, 8192], "lengths of the context", least=1)
+
+
+@dataclass
 class Train:
     """Train a drafter (+exp=spire, +exp=vanilla), an acceptance head (+exp=specdecpp), or a target (+exp=target)."""
 
@@ -112,6 +125,10 @@ class Train:
     fresh: bool = option(False, "true: delete an earlier run in this folder and start again")
     out: str | None = option(None, "export folder; null: checkpoints/<name of the run>", path=True)
     max_steps: int | None = option(None, "optimizer steps", least=1)
+    hours: float | None = option(None, "of training, in place of max_steps, beside validation and tau", above=0)
+    plan: bool = option(False, "true: print what the training will take (docs/plan.md), and do not start it")
+    hardware: Any = None
+    workload: Workload = group(Workload)
     checkpoint_s: float = option(120.0, "seconds between two checkpoints: what a kill loses at the most", least=0)
     select: Select = group(Select)
     vanilla: str | None = option(None, "folder of a vanilla drafter that is measured for comparison", path=True)
@@ -125,8 +142,19 @@ class Spire:
 
     kind: str = "spire"
     experiment: dict[str, Any] = always({"_target_": "spectrain.training.spire.SpireExperiment"})
-    max_steps: int = option(380, "optimizer steps; about 8 minutes on two cores", least=1)
-    n_layer: int = option(2, "the target's last blocks that the drafter starts from [2 of 8]", least=1)
+    max_steps: int | None = option(None, "optimizer steps; null: as tokens_per_parameter says", least=1)
+    tokens_per_parameter: float = option(
+        0.9,
+        "tokens per trained parameter, but at most ten passes over the text; of the bundled target 8 minutes",
+        above=0,
+    )
+    n_layer: int | str = option(
+        2,
+        "the target's last blocks that the drafter starts from [a quarter of the blocks]; auto: of 1, 2, 3, 4 and a "
+        "quarter what decodes `workload` the fastest, by the throughput model",
+        least=1,
+        one_of=("auto",),
+    )
     k: int = option(4, "drafted tokens per rollout [4]", least=1)
     window_tokens: int = option(64, "positions that are seen: t-63 to t [64]", least=1)
     sink_tokens: int = option(1, "first positions of the text, always seen [1]", least=0)
@@ -157,7 +185,7 @@ class Spire:
     loss: str = option("mixed", "distill: omega = 1; hard: the text's tokens", one_of=("mixed", "distill", "hard"))
     omega: float = option(0.5, "share of the cross-entropy in the mixed loss [0.5]", least=0, most=1)
     export_dtype: str = option("bfloat16", "of the exported weights", one_of=("bfloat16", "float32"))
-    optimizer: Optimizer = always(Optimizer(lr=5e-3))
+    optimizer: Optimizer = always(Optimizer())
 
 
 @dataclass
@@ -166,10 +194,13 @@ class Vanilla:
 
     kind: str = "vanilla"
     experiment: dict[str, Any] = always({"_target_": "spectrain.training.vanilla.VanillaExperiment"})
-    max_steps: int = option(380, "optimizer steps; as many tokens as +exp=spire", least=1)
+    max_steps: int | None = option(None, "optimizer steps; null: as tokens_per_parameter says", least=1)
+    tokens_per_parameter: float = option(
+        1.2, "tokens per trained parameter, but at most ten passes over the text", above=0
+    )
     n_layer: int | None = option(None, "null: half the target's", least=1)
     hidden_size: int | None = option(None, "null: half the target's; the number of heads stays the same", least=1)
-    optimizer: Optimizer = always(Optimizer(name="muon", lr=1e-2))  # DeepSpeed needs adamw: lr=5e-3 is best
+    optimizer: Optimizer = always(Optimizer(name="muon"))  # DeepSpeed needs adamw: lr_times_width=0.64 is best
 
 
 @dataclass
@@ -192,7 +223,7 @@ class Head:
     trainer: dict[str, Any] = always({"precision": "32-true"})  # the frozen models keep their own dtype
     # [lr 5e-5, for states of width 4096]
     optimizer: Optimizer = always(
-        Optimizer("adamw", 1e-3, 0.01, [0.9, 0.999], warmup_steps=0, warmup_share=0.03, schedule="cosine")
+        Optimizer("adamw", None, 0.256, 0.01, [0.9, 0.999], warmup_steps=0, warmup_share=0.03, schedule="cosine")
     )
 
 

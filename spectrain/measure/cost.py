@@ -36,6 +36,7 @@ from spectrain.stores.environment import cpu_name
 BYTES_PER_VALUE = {"fp8": 1, "int8": 1, "fp16": 2, "bf16": 2, "tf32": 4, "fp32": 4}
 EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts")
 LONGEST_DRAFT = 16  # tokens; longer drafts are not tried
+REJECTED = 0.39, 0.2  # of a drafter of one block, and the power by which it falls with the blocks
 
 
 @dataclass(frozen=True)
@@ -97,6 +98,10 @@ class Hardware:
     def __post_init__(self) -> None:
         for name in ("operational_intensity", "bytes_per_value"):
             check_number(name, getattr(self, name), "(0, inf)")
+
+    @property
+    def bytes_per_s(self) -> float:
+        return self.flops_per_s / self.operational_intensity
 
     def cost(self, flops: np.ndarray, n_bytes: np.ndarray) -> np.ndarray:
         """Compute the FLOP-equivalents of a forward whose computation and memory traffic overlap (section 2)."""
@@ -240,6 +245,44 @@ def shape_of_model(name: str) -> Shape:
         vocab_size=text.vocab_size,
         body_parameters=sum(p.numel() for p in blocks.parameters()),
     )
+
+
+def speedup_by_depth(config: Mapping, hardware: Hardware) -> dict[int, tuple[np.ndarray, np.ndarray]]:
+    """Predict what SPIRe drafters gain over a workload, and their draft lengths, [B, L] each, by their blocks.
+
+    Candidates are 1, 2, 3, 4 and a quarter of the blocks, and what was asked. The unembedding counts, because a draft
+    step reads it.
+
+    Args:
+        config: of a training: `target.path`, `n_layer`, `window_tokens`, `sink_tokens`, `draft_vocab`, `feedback`,
+            `workload`.
+        hardware: that decodes.
+    """
+    target, asked = shape_of_model(config["target"]["path"]), config["n_layer"]
+    wanted = {1, 2, 3, 4, target.n_layer // 4, 1 if asked == "auto" else asked}
+    cache, found = SparseCache(config["sink_tokens"], config["window_tokens"]), {}
+    for n_layer in sorted(n for n in wanted if 1 <= n <= target.n_layer):
+        shape = target.with_layers(n_layer)
+        if isinstance(config["draft_vocab"], int):
+            shape = dataclasses.replace(shape, vocab_size=config["draft_vocab"])
+        method = Method("spire", shape, Acceptance(tau_of_depth(n_layer), 4), cache, config["feedback"])
+        found[n_layer] = CostModel(target, hardware, count_unembedding=True).best(method, *config["workload"].values())
+    return found
+
+
+def fastest_depth(config: Mapping, hardware: Hardware) -> int:
+    """Return the number of blocks that gains most, as a mean over the workload."""
+    found = speedup_by_depth(config, hardware)
+    return max(found, key=lambda n_layer: float(found[n_layer][0].mean()))
+
+
+def tau_of_depth(n_layer: int, k: int = 4) -> float:
+    """Return the tau to expect of a SPIRe drafter of some blocks that drafts k tokens.
+
+    Its rejections fall with a power of the depth, as measured on the bundled target (docs/results/depth.json).
+    """
+    alpha = 1 - REJECTED[0] * n_layer ** -REJECTED[1]
+    return sum(alpha**i for i in range(k + 1))
 
 
 def shape_of_numbers(option: str, given: Mapping[str, int], base: Shape | None = None) -> Shape:

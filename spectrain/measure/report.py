@@ -11,7 +11,7 @@ import json
 import os
 import re
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
@@ -21,6 +21,7 @@ from jinja2 import Environment, PackageLoader
 from matplotlib.figure import Figure
 from pandas import DataFrame
 
+from spectrain.config.fields import flat
 from spectrain.decoding import Sampling
 from spectrain.measure import plots, tables
 from spectrain.measure.tables import fixed, interval, number, percent, table_of
@@ -273,15 +274,6 @@ def option_text(key: str, value: object) -> str:
     if value is None or isinstance(value, bool):
         return f"{key}={json.dumps(value)}"
     return f"{key}={Path(value).name if isinstance(value, str) and value.startswith((os.sep, '.')) else value}"
-
-
-def flat(node: Mapping, prefix: str = "") -> Iterator[tuple[str, object]]:
-    """Iterate over values by dotted key."""
-    for key, value in node.items():
-        if isinstance(value, dict) and value:
-            yield from flat(value, f"{prefix}{key}.")
-        else:
-            yield f"{prefix}{key}", value
 
 
 def natural(name: str) -> list[tuple[int, int | str]]:

@@ -17,6 +17,8 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from spectrain.measure.cost import Hardware, speedup_by_depth, tau_of_depth
+from spectrain.measure.plan import Machine, Plan
 from spectrain.methods.registry import BASELINE
 
 MISSING = "–"
@@ -210,9 +212,12 @@ def speed_table(content: Mapping) -> tuple[str, DataFrame]:
             | {"times plain": plus_minus(one["speedup"], 2)}
             for name, one in named.items()
         ]
-    n, fastest = content["settings"]["timed_contexts"], content["fastest_gamma"]
-    title = f"speed, in turns on {n} contexts one at a time, 95 % intervals; the fastest gamma, exported as the default"
-    return f"{title}: {fastest}", table_of(rows)
+    settings, fastest = content["settings"], content["fastest_gamma"]
+    n = min(settings["timed_contexts"], settings.get("contexts", settings["timed_contexts"]))
+    title = f"speed, in turns on {n} contexts one at a time, 95 % intervals"
+    if fastest is None:
+        return f"{title}; no gamma is surely faster than the trained one", table_of(rows)
+    return f"{title}; the fastest gamma, exported as the default: {fastest}", table_of(rows)
 
 
 def head_table(metrics: Mapping[str, float]) -> DataFrame:
@@ -244,4 +249,28 @@ def cost_table(content: Mapping) -> DataFrame:
                 "plain ms": plain_ms,
             }
             rows.append(row | cells | {"fastest": best if worth else BASELINE})
+    return table_of(rows)
+
+
+def memory_table(plan: Plan, machine: Machine) -> DataFrame:
+    """Make a table of what fills the memory of a rank."""
+    rows = [{"held by": name, "size": size(n_bytes)} for name, n_bytes in plan.memory.items()]
+    rows.append({"held by": "together", "size": size(plan.bytes)})
+    if machine.memory_bytes is not None:
+        fits = "" if plan.bytes <= machine.memory_bytes else ": it does not fit"
+        rows.append({"held by": "there is", "size": f"{size(machine.memory_bytes)}{fits}"})
+    return table_of(rows)
+
+
+def depth_table(config: Mapping, hardware: Hardware) -> DataFrame:
+    """Make a table of the speedup that SPIRe drafters of several depths promise, with their draft lengths."""
+    workload = config["workload"]
+    rows = []
+    for n_layer, (speedups, lengths) in speedup_by_depth(config, hardware).items():
+        chosen = " (chosen)" if n_layer == config["n_layer"] else ""
+        row = {"blocks": f"{n_layer}{chosen}", "tau of 4": fixed(tau_of_depth(n_layer), 2)}
+        for i, batch in enumerate(workload["batch"]):
+            for j, context in enumerate(workload["context_tokens"]):
+                row[f"batch {batch}, {context:,} tokens"] = f"{speedups[i, j]:.2f} ({lengths[i, j]:.0f})"
+        rows.append(row)
     return table_of(rows)

@@ -156,7 +156,7 @@ def measure_speed(
     Returns `tokens_per_s` (greedy, or at the first temperature, without prefill) by method, and `speeds` and `gammas`,
     each by name of the sampling: the first by method, the second by draft length of `own`. Their rows hold `tau`,
     `acceptance` (accepted / drafted), `tokens_per_s` and `speedup` over plain decoding. And `fastest_gamma` by
-    tokens/s; None: nothing was timed.
+    tokens/s; None: none is faster than the longest beyond the intervals.
     """
     longest, plain = drafters[own].gamma, next(iter(drafters))
     turns: dict[Hashable, tuple[Drafter, int | None]] = {n: (d, None) for n, d in drafters.items() if n != own}
@@ -175,14 +175,20 @@ def measure_speed(
     finally:
         drafters[own].gamma = longest
     first = next(iter(speeds))
-    rates = {gamma: row["tokens_per_s"]["value"] for gamma, row in gammas[first].items()}
-    rates = {int(gamma): rate for gamma, rate in rates.items() if rate is not None}
+    rates = {int(gamma): row["tokens_per_s"] for gamma, row in gammas[first].items()}
     return {
         "tokens_per_s": {name: row["tokens_per_s"] for name, row in speeds[first].items()},
         "speeds": speeds,
         "gammas": gammas,
-        "fastest_gamma": max(rates, key=rates.get, default=None),
+        "fastest_gamma": surely_fastest(rates),
     }
+
+
+def surely_fastest(rates: Mapping[int, Mapping]) -> int | None:
+    """Return the draft length of the highest rate, if its interval lies above that of the longest; else None."""
+    best = max(rates, key=lambda gamma: rates[gamma]["value"] or 0.0)
+    low, high = rates[best]["low"], rates[max(rates)]["high"]
+    return best if low is not None and high is not None and low > high else None
 
 
 def _speed_row(generations: Sequence[Generation], plain: tuple[list[float], list[float]]) -> dict:

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
-from spectrain.errors import UserError
+from spectrain.errors import TooLittleText, UserError
 from spectrain.stores.chat_tokens import ChatRenderer
 from spectrain.stores.chats import Row, Tally
 from spectrain.stores.files import read_object, write_json
@@ -217,7 +217,7 @@ def pack(
         writer.finish()
         if not writer.n_rows:
             with_response = " with a response" if writer.has_response else ""
-            raise UserError(
+            raise TooLittleText(
                 f"corpus too small: the {writer.n_documents} {name} documents make no {name} row of {row_tokens} tokens"
                 f"{with_response}; use a larger corpus, a shorter data.row_tokens or another corpus.held_out_share"
                 + "".join(f" ({sentence})" for sentence in said)

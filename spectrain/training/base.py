@@ -6,9 +6,10 @@ the run's config, and says what its weights make. conf/exp/<kind>.yaml names it:
 
 from __future__ import annotations
 
+import logging
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from lightning import LightningModule
@@ -17,12 +18,15 @@ from torch import Tensor
 from spectrain.decoding import Drafter, TargetModel
 from spectrain.errors import UserError
 from spectrain.models.draft_states import DraftStates
-from spectrain.training.data import RowData, Rows
+from spectrain.training.data import RowBatch, RowData, Rows
 from spectrain.training.optim import OptimizerSettings, build_optimizer, warmup_then_down
 from spectrain.training.runs import RunFolder
 from spectrain.training.sources import Source
 from spectrain.training.sums import Sums
 
+log = logging.getLogger(__name__)
+
+MOST_PASSES = 10  # over the training rows, if tokens_per_parameter says how many steps there are
 IN_PROGRESS_BAR = ("eval/alpha", "eval/tau_expected", "eval/calibration_error")
 
 
@@ -67,10 +71,22 @@ class Training(LightningModule):
             self.log(name, value, sync_dist=True, prog_bar=name in IN_PROGRESS_BAR)
 
     def configure_optimizers(self) -> dict:
-        optimizer = build_optimizer(self.named_parameters(), self.optimizer_settings)
-        total_steps = int(self.trainer.estimated_stepping_batches)
-        schedule = warmup_then_down(optimizer, self.optimizer_settings, total_steps)
+        settings = self.optimizer_settings
+        if settings.lr is None:
+            settings = replace(settings, lr=settings.lr_times_width / self.width)
+            log.info("learning rate %.2g at width %d", settings.lr, self.width)
+        optimizer = build_optimizer(self.named_parameters(), settings)
+        schedule = warmup_then_down(optimizer, settings, lambda: self.trainer.max_steps)
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
+
+    def objective(self, batch: RowBatch) -> Tensor:
+        """Return the loss of a batch, as `training_step` computes it in the first epoch."""
+        raise UserError("plan=true predicts what drafters take (+exp=spire, +exp=vanilla); leave it out")
+
+    @property
+    @abstractmethod
+    def width(self) -> int:
+        """The width of what is trained, with which the learning rate falls."""
 
     @abstractmethod
     def recompute_activations(self) -> None:
@@ -112,6 +128,10 @@ class Experiment(ABC):
     def prepare(self) -> Parts:
         """Put the training together. Raise UserError where there are too few rows."""
 
+    def blank(self) -> Training:
+        """Return the training without data, of a new model; only drafters have one."""
+        raise UserError("plan=true predicts what drafters take (+exp=spire, +exp=vanilla); leave it out")
+
     @abstractmethod
     def save(self, folder: Path, weights: dict[str, Tensor]) -> None:
         """Write the model of the module's whole weights, with its config, into an export folder."""
@@ -120,9 +140,20 @@ class Experiment(ABC):
         """The method that decodes with these weights, as they are exported; None: nothing drafts with them alone."""
         return None
 
-    def max_steps(self, n_rows: int) -> int:
-        """Optimizer steps on this many training rows."""
-        return self.config["max_steps"]
+    def steps_of(self, n_trained: int, n_rows: int | None = None) -> int:
+        """Return the optimizer steps of `max_steps`, else of `tokens_per_parameter`.
+
+        Args:
+            n_trained: parameters that are trained.
+            n_rows: for training; None: not known yet, and passes over the text are not bounded.
+        """
+        config, data = self.config, self.config["data"]
+        if config["max_steps"] is not None:
+            return config["max_steps"]
+        n_rows_read = config["tokens_per_parameter"] * n_trained / data["row_tokens"]
+        if n_rows is not None:
+            n_rows_read = min(n_rows_read, MOST_PASSES * n_rows)
+        return max(1, round(n_rows_read / (data["batch_size"] * config["trainer"]["accumulate_grad_batches"])))
 
     @property
     def optimizer(self) -> OptimizerSettings:

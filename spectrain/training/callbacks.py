@@ -9,6 +9,7 @@ import sys
 import time
 from datetime import timedelta
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from lightning import Callback, LightningModule, Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint, TQDMProgressBar
@@ -19,8 +20,12 @@ from spectrain.stores.signals import SAID, SIGNALS, FirstSignal
 from spectrain.training.checkpoints import PARTIAL, BestFolder, CheckpointFolder, remove
 from spectrain.training.strategies import whole_state
 
+if TYPE_CHECKING:
+    from spectrain.training.runs import RunFolder
+
 log = logging.getLogger(__name__)
 
+UNKNOWN_STEPS = 10**9  # of a run whose first steps will say how many it has
 EXPECTED_TAU = "eval/tau_expected"
 
 
@@ -41,6 +46,30 @@ class TokensPerSecond(Callback):
 
     def on_validation_end(self, trainer: Trainer, module: LightningModule) -> None:
         self._last_s = None  # validation is not training time
+
+
+class StepsForHours(Callback):
+    """Sets how many steps a run has from the time that its first ones take, while the learning rate still rises."""
+
+    skipped, measured = 2, 8  # steps: the first ones compile
+
+    def __init__(self, run: RunFolder, hours: float) -> None:
+        self.run, self.hours = run, hours
+        self._begun: tuple[int, float] | None = None
+
+    def on_train_batch_end(self, trainer: Trainer, module: LightningModule, outputs: object, batch: Tensor, batch_idx):
+        if trainer.max_steps != UNKNOWN_STEPS:
+            return
+        step, now_s = trainer.global_step, time.perf_counter()
+        self._begun = self._begun or (step + self.skipped, now_s)
+        if step == self._begun[0]:
+            self._begun = step, now_s
+        elif step >= self._begun[0] + self.measured:
+            step_s = (now_s - self._begun[1]) / (step - self._begun[0])
+            steps = trainer.strategy.broadcast(max(step + 1, round(self.hours * 3600 / step_s)))
+            trainer.fit_loop.epoch_loop.max_steps = steps
+            self.run.note_steps(steps)
+            log.info("%d steps of %.2f s for hours=%g", steps, step_s, self.hours)
 
 
 class ProgressLines(Callback):

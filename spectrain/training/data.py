@@ -7,7 +7,7 @@ these makes a batch of the rows at given places: `rows[[3, 1]]`. Place -1 stands
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from itertools import islice
@@ -343,6 +343,7 @@ class RowData(LightningDataModule):
         by_length: whether a training batch holds rows of about the same length; see `SeededLoader`.
         contexts: [n, L] token rows that tau is measured on; no training sees them.
         digest: of all rows, if a resumed run must find them again.
+        settled: options by dotted name, if the text is too little for those that were given.
     """
 
     def __init__(
@@ -354,9 +355,10 @@ class RowData(LightningDataModule):
         by_length: bool = False,
         contexts: Sequence = (),
         digest: str = "",
+        settled: Mapping[str, object] | None = None,
     ) -> None:
         super().__init__()
-        self.digest = digest
+        self.digest, self.settled = digest, settled or {}
         self.train, self.held_out, self.contexts = train, held_out, contexts
         self.batch_size, self.seed, self.by_length = batch_size, seed, by_length
 

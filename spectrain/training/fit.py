@@ -26,7 +26,7 @@ from spectrain.errors import UserError
 from spectrain.stores.environment import commit_of, environment
 from spectrain.stores.overlap import TRAINED_ON, Sample
 from spectrain.training.base import Parts
-from spectrain.training.callbacks import Checkpoints, KeepBest, StopOnBadLoss, TokensPerSecond, progress
+from spectrain.training.callbacks import Checkpoints, KeepBest, StepsForHours, StopOnBadLoss, TokensPerSecond, progress
 from spectrain.training.checkpoints import ranks_of, reshard
 from spectrain.training.loggers import of_wandb
 from spectrain.training.runs import RunFolder
@@ -90,6 +90,7 @@ def final_metrics(trainer: Trainer) -> dict[str, float]:
 def callbacks(config: Mapping, run: RunFolder) -> list[Callback]:
     """In the order in which they act: what a checkpoint speaks of is done before it is written."""
     return [
+        *([StepsForHours(run, config["hours"])] if config["hours"] else []),
         TokensPerSecond(),
         StopOnBadLoss(run.checkpoints),
         KeepBest(run.best, config["select"]["every"]),

@@ -96,6 +96,10 @@ class HeadTraining(Training):
         self.log("eval/label", labels.sum() / count, **mean)
         self.log("eval/predicted", log_odds.sigmoid().sum() / count, **mean)
 
+    @property
+    def width(self) -> int:
+        return self.facts.head.hidden_size
+
     def recompute_activations(self) -> None:
         """Raise UserError, because a head keeps next to nothing for its backward pass."""
         raise UserError("trainer.activation_checkpointing=true is of no use to an acceptance head; leave it out")
@@ -156,7 +160,7 @@ class HeadExperiment(Experiment):
         log.info("%d training rows, %d held-out rows of %s", len(train), len(held_out), store.folder)
         return RowData(TextRows(train), TextRows(held_out), data.batch_size, self.config["seed"], by_length=True)
 
-    def max_steps(self, n_rows: int) -> int:
+    def steps_of(self, n_trained: int, n_rows: int | None = None) -> int:
         """Optimizer steps: `max_steps`, or `epochs` passes over the training rows."""
         if self.config["max_steps"] is not None:
             return self.config["max_steps"]

@@ -12,6 +12,7 @@ Letters: N positions (of all rows, flattened), D hidden size, V vocabulary.
 
 from __future__ import annotations
 
+from contextvars import ContextVar
 from dataclasses import dataclass
 
 import torch
@@ -20,6 +21,8 @@ from torch import Tensor
 
 MOST_LOGITS = {"cpu": 1 << 22}  # of a chunk: 16 MB, for which a CPU's allocator need not ask the system each time
 MOST_LOGITS_ELSEWHERE = 1 << 25
+# The device that a step on `meta`, which has no autocast, stands for, and the dtype of its products.
+PLANNED: ContextVar[tuple[str, torch.dtype]] = ContextVar("planned", default=("cuda", torch.bfloat16))
 
 
 @dataclass(frozen=True)
@@ -113,7 +116,8 @@ class _ChunkedLoss(torch.autograd.Function):
         grad_unembedding = torch.zeros_like(unembedding, dtype=torch.float32) if trains_unembedding else None
         cross_entropy = hidden.new_zeros((), dtype=torch.float32)
         alphas = hidden.new_zeros(len(hidden), dtype=torch.float32)
-        most = MOST_LOGITS.get(hidden.device.type, MOST_LOGITS_ELSEWHERE)
+        kind = PLANNED.get()[0] if hidden.is_meta else hidden.device.type
+        most = MOST_LOGITS.get(kind, MOST_LOGITS_ELSEWHERE)
         size = max(1, most // len(unembedding))
         for start in range(0, len(hidden), size):
             part = slice(start, start + size)
@@ -146,6 +150,8 @@ class _ChunkedLoss(torch.autograd.Function):
 def _as_computed(weight: Tensor) -> Tensor:
     """Return a weight in the dtype that products run in: autocast would cast it anew for each chunk."""
     kind = weight.device.type
+    if weight.is_meta:
+        return weight.to(PLANNED.get()[1])
     return weight.to(torch.get_autocast_dtype(kind)) if torch.is_autocast_enabled(kind) else weight
 
 

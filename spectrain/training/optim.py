@@ -72,15 +72,19 @@ def _is_lookup(name: str) -> bool:
     return any(part in name for part in ("embed", "lm_head", "feedback"))
 
 
-def warmup_then_down(optimizer: Optimizer, settings: OptimizerSettings, total_steps: int) -> LambdaLR:
-    """Learning rate: up linearly over the warm-up, then down to zero at `total_steps`, linearly or as a half cosine."""
-    if settings.warmup_share is None:
-        warmup_steps = min(settings.warmup_steps, max(1, total_steps // 10))
-    else:
-        warmup_steps = round(settings.warmup_share * total_steps)
+def warmup_then_down(optimizer: Optimizer, settings: OptimizerSettings, steps_of_run: Callable[[], int]) -> LambdaLR:
+    """Learning rate: up linearly over the warm-up, then down to zero at the run's end, linearly or as a half cosine.
+
+    `steps_of_run` is asked at each step, because with `hours` the number is known only after the first ones.
+    """
     shape = SCHEDULES[settings.schedule]
 
     def factor(step: int) -> float:
+        total_steps = steps_of_run()
+        if settings.warmup_share is None:
+            warmup_steps = min(settings.warmup_steps, max(1, total_steps // 10))
+        else:
+            warmup_steps = round(settings.warmup_share * total_steps)
         if step < warmup_steps:
             return (step + 1) / (warmup_steps + 1)
         return shape(max(0.0, (total_steps - step) / max(1, total_steps - warmup_steps)))

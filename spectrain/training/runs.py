@@ -22,7 +22,7 @@ import shutil
 import uuid
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -32,6 +32,7 @@ from omegaconf import OmegaConf
 from torch import Tensor
 
 from spectrain.config import TYPED_COMMAND, Target
+from spectrain.config.fields import at, flat, put
 from spectrain.errors import FinishedRun, UserError
 from spectrain.stores.files import read_json, read_yaml, strict, write_json
 from spectrain.stores.folder import digest, locked, refuse_existing, remove_leftovers, write_folder
@@ -45,7 +46,7 @@ if TYPE_CHECKING:
 Curve = dict[int, dict[str, float]]  # step -> metric -> value
 CONFIG, FACTS, SOURCE, EXPORT = "config.yaml", "run.json", "source.json", "export.json"
 # They do not change what is trained.
-NOT_HASHED = ("run_dir", "fresh", "logger", "out", "tau", "vanilla", "checkpoint_s", "export_dtype")
+NOT_HASHED = ("run_dir", "fresh", "plan", "hardware", "logger", "out", "tau", "vanilla", "checkpoint_s", "export_dtype")
 # A run may go on with another number of ranks.
 NOT_HASHED_OF_TRAINER = ("devices", "num_nodes", "log_every_n_steps", "activation_checkpointing")
 
@@ -55,22 +56,28 @@ class RunFolder:
     """A run that may begin: a new one, or an interrupted one that is resumed."""
 
     path: Path
-    config: dict  # resolved
+    config: dict  # resolved; `settle` gives it a value for everything that was left to the machine
     id: str  # a name that no other run has, kept when the run is resumed
     result: str = "result.json"  # written last: the run is finished
+    asked: dict = field(default_factory=dict)  # dotted name -> what was asked, of each option that was settled
 
     @classmethod
     @contextmanager
-    def claim(cls, config: dict, result: str = "result.json") -> Iterator[RunFolder]:
+    def claim(
+        cls, config: dict, result: str = "result.json", settle: Callable[[dict], dict] | None = None
+    ) -> Iterator[RunFolder]:
         """Keep other processes out of the folder of this config, on rank zero, and find the run that may begin there.
 
-        `config` has plain values: `kind`, `run_dir` (None: named by the hash), `fresh`, and what is run.
+        `config` has plain values: `kind`, `run_dir` (None: named by the hash), `fresh`, and what is run. `settle`
+        returns it with values for what it leaves to the machine. A run is named by what was asked, and what its first
+        start has settled stays as it is when it goes on elsewhere.
 
         Raises UserError where another process is at work there, and as `find` does.
         """
         path = cls.path_of(config)
         with locked(path) if rank_zero_only.rank == 0 else nullcontext():
-            yield cls.find(config, result)
+            run = cls.find(config, result)
+            yield run if settle is None else run.settled(settle)
 
     @staticmethod
     def path_of(config: Mapping) -> Path:
@@ -98,8 +105,28 @@ class RunFolder:
             raise reason
         return dataclasses.replace(run, id=run.facts()["id"]) if is_rank_zero else run
 
+    def settled(self, settle: Callable[[dict], dict]) -> RunFolder:
+        """Return the run with its options settled: as they were at its first start, else by `settle`."""
+        config = settle(self.config)
+        if (self.path / CONFIG).is_file() and self._why_not_to_resume() is None:
+            begun = read_yaml(self.path / CONFIG)
+            for name in self.facts().get("asked", {}):
+                put(config, name, at(begun, name))
+        values, before = dict(flat(config)), dict(flat(self.config))
+        changed = {name: before.get(name) for name in values if values[name] != before.get(name)}
+        return dataclasses.replace(self, config=config, asked=changed)
+
+    def settle(self, options: Mapping[str, object]) -> None:
+        """Change options by dotted name, before the run begins, to what its data has decided."""
+        for name, value in options.items():
+            self.asked.setdefault(name, at(self.config, name))
+            put(self.config, name, value)
+
     def _why_not_to_resume(self) -> UserError | None:
-        before, ours = hashed(read_yaml(self.path / CONFIG)), hashed(self.config)
+        begun = read_yaml(self.path / CONFIG)
+        for name, value in self.facts().get("asked", {}).items():
+            put(begun, name, value)
+        before, ours = hashed(begun), hashed(self.config)
         differing = sorted(key for key in before.keys() | ours.keys() if before.get(key) != ours.get(key))
         if differing:
             return UserError(
@@ -127,7 +154,7 @@ class RunFolder:
         if self.facts().get("id") == self.id:
             remove_leftovers(self.path)
             return
-        facts = {"id": self.id, "command": TYPED_COMMAND.get(), "attempts": []}
+        facts = {"id": self.id, "command": TYPED_COMMAND.get(), "asked": self.asked, "attempts": []}
 
         def write(folder: Path) -> None:
             OmegaConf.save(OmegaConf.create(self.config), folder / CONFIG)
@@ -136,6 +163,11 @@ class RunFolder:
                 shutil.copy(self.path / EXPORT, folder)
 
         write_folder(self.path, write, replace=True)
+
+    @rank_zero_only
+    def note_steps(self, steps: int) -> None:
+        """Add to run.json how many steps the run has, where `hours` decides it."""
+        write_json(self.path / FACTS, self.facts() | {"steps": steps})
 
     @rank_zero_only
     def note_attempt(self, done_steps: int, environment: dict) -> None:

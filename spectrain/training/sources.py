@@ -18,12 +18,14 @@ from lightning.pytorch.utilities import rank_zero_only
 
 from spectrain.config import training as config_training
 from spectrain.config.commands import Corpus
+from spectrain.config.fields import at
 from spectrain.decoding import Sampling, TargetModel, fingerprint
-from spectrain.errors import UserError
+from spectrain.errors import TooLittleText, UserError
 from spectrain.models.draft_states import DraftStates
 from spectrain.models.head import DrafterFacts
 from spectrain.stores.features import FeatureStore, newest_features, open_features
 from spectrain.stores.locations import CHECKPOINTS
+from spectrain.stores.packing import Packed
 from spectrain.stores.row_cache import corpus_rows
 from spectrain.stores.rows import (
     AcceptanceStore,
@@ -34,10 +36,12 @@ from spectrain.stores.rows import (
     open_responses,
 )
 from spectrain.training.data import FeatureRows, RowData, TokenRows
-from spectrain.training.strategies import precision_of, uses_gpu
+from spectrain.training.strategies import planned_ranks, precision_of, uses_gpu
 
 log = logging.getLogger(__name__)
 
+SHORTEST_ROW = 64  # tokens, to which rows are halved where the text makes none otherwise
+SMALL_SHARE = 0.2  # of a small corpus, that is held out
 CONTEXTS = 1024  # held-out rows of a store that are kept at hand for tau
 
 
@@ -45,20 +49,45 @@ class Online(config_training.Online):
     """The frozen models run inside the training step."""
 
     def drafter_rows(self, config: Mapping, target: TargetModel, layers: tuple[int, ...] = ()) -> RowData:
-        """The corpus, packed into rows."""
+        """The corpus, packed into rows: shorter ones, and more of them held out, where it is too small otherwise."""
         if self.row_tokens > target.max_positions:
             raise UserError(
                 f"data.row_tokens={self.row_tokens} is longer than the target's context of {target.max_positions}; "
                 "lower data.row_tokens"
             )
-        rows = corpus_rows(Corpus(**config["corpus"]), target, self.row_tokens, self.loss_on, self.document_mask)
-        log.info(
-            "%d training rows and %d held-out rows of %d tokens", len(rows.train), len(rows.held_out), self.row_tokens
-        )
+        rows, settled = self._rows_that_fit(config, target)
+        n_rows, row_tokens = len(rows.train), rows.train.tokens.shape[1]
+        log.info("%d training rows and %d held-out rows of %d tokens", n_rows, len(rows.held_out), row_tokens)
+        if n_rows < self.batch_size:
+            n_ranks = planned_ranks(config["trainer"])
+            settled["data.batch_size"] = self.batch_size = max(1, n_rows // n_ranks) * n_ranks
+        if settled:
+            log.warning("the text is little, so %s", ", ".join(f"{name}={value}" for name, value in settled.items()))
         held_out = rows.held_out.tokens
         contexts = held_out[self.val_rows :][:CONTEXTS].tolist() or held_out[:CONTEXTS].tolist()  # for tau
         train, seen = (TokenRows(**vars(packed)) for packed in (rows.train, rows.held_out[: self.val_rows]))
-        return RowData(train, seen, self.batch_size, config["seed"], contexts=contexts, digest=rows.digest)
+        return RowData(
+            train, seen, self.batch_size, config["seed"], contexts=contexts, digest=rows.digest, settled=settled
+        )
+
+    def _rows_that_fit(self, config: Mapping, target: TargetModel) -> tuple[Packed, dict[str, object]]:
+        """Return the rows of the first options that make any, and what differs from the config."""
+        share, lengths = config["corpus"]["held_out_share"], [self.row_tokens]
+        while lengths[-1] >= 2 * SHORTEST_ROW:
+            lengths.append(lengths[-1] // 2)
+        for number, row_tokens in enumerate(lengths):
+            held_out_share = share if number < 3 else max(share, SMALL_SHARE)
+            corpus = Corpus(**{**config["corpus"], "held_out_share": held_out_share})
+            try:
+                rows = corpus_rows(corpus, target, row_tokens, self.loss_on, self.document_mask)
+                break
+            except TooLittleText:
+                if row_tokens == lengths[-1]:
+                    raise
+        found = {"data.row_tokens": row_tokens, "corpus.held_out_share": held_out_share}
+        if row_tokens < max(config["tau"]["context_tokens"]):
+            found["tau.context_tokens"] = [row_tokens // 4, row_tokens // 2]
+        return rows, {name: value for name, value in found.items() if value != at(config, name)}
 
     def head_store(
         self, config: Mapping, target: TargetModel, drafter: DrafterFacts, states: DraftStates, folder: str | None

@@ -34,6 +34,9 @@ AUTO_SHARE = 0.995  # of the training text, that draft_vocab=auto covers
 STORED_DTYPE = torch.bfloat16  # of features, as `spectrain.stores.features` keeps them
 
 
+GUESSED_VOCAB = 32_768  # tokens of draft_vocab=auto, before any text is read
+
+
 class SpireTraining(Training):
     """Trains a SPIRe drafter against the target's distribution on rows of tokens.
 
@@ -110,6 +113,13 @@ class SpireTraining(Training):
         alpha = parts.alpha.new_zeros(kept.numel()).scatter(0, places, parts.alpha)
         return LossParts(parts.loss, parts.cross_entropy, alpha.view_as(kept))
 
+    def objective(self, batch: RowBatch) -> Tensor:
+        return self.parts(batch, is_exact=False).loss
+
+    @property
+    def width(self) -> int:
+        return self.drafter.config.shape.hidden_size
+
     def training_step(self, batch: RowBatch, batch_idx: int) -> Tensor:
         first_root = root_of_epoch(self.drafter.config.k, self.seed, self.current_epoch)
         parts = self.parts(batch, first_root, is_exact=False)
@@ -145,8 +155,17 @@ class SpireExperiment(Experiment):
         if isinstance(data.train, FeatureRows):
             store = data.train.store
             source["activations"] = [str(store.folder), digest(store.manifest.files)]
-        loss = LossSettings(config["loss"], config["omega"])
-        return Parts(SpireTraining(drafter, self.target, loss, self.optimizer, config["seed"], is_new), data, source)
+        return Parts(self.training(drafter, is_new), data, source)
+
+    def blank(self) -> SpireTraining:
+        n_tokens = self.config["draft_vocab"]
+        kept = None if n_tokens is None else torch.arange(GUESSED_VOCAB if n_tokens == "auto" else n_tokens)
+        return self.training(SpireDrafter(self.shape(kept), self.target), is_new=True)
+
+    def training(self, drafter: SpireDrafter, is_new: bool) -> SpireTraining:
+        """The training of a drafter, `is_new` where its input is fitted first."""
+        loss = LossSettings(self.config["loss"], self.config["omega"])
+        return SpireTraining(drafter, self.target, loss, self.optimizer, self.config["seed"], is_new)
 
     def new(self, rows: Rows) -> SpireDrafter:
         """A new drafter, to be trained on these rows."""

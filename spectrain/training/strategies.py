@@ -38,6 +38,17 @@ def precision_of(trainer: Mapping) -> str | None:
     return fast_precision(trainer.get("precision"), "cuda" if uses_gpu(trainer["accelerator"]) else "cpu")
 
 
+def planned_ranks(trainer: Mapping) -> int:
+    """Return how many ranks will train; see `fit.ranks_of_torchrun`."""
+    devices = trainer.get("devices", 1)
+    if "TORCHELASTIC_RUN_ID" in os.environ:
+        return int(os.environ["WORLD_SIZE"])
+    if devices in ("auto", -1):
+        devices = max(1, torch.cuda.device_count()) if trainer["accelerator"] == "gpu" else 1
+    n_devices = len(devices) if isinstance(devices, list) else devices if isinstance(devices, int) else 1
+    return max(1, n_devices) * trainer.get("num_nodes", 1)
+
+
 def deepspeed(accelerator: str, stage: int = 2, offload_optimizer: bool = False) -> ZeroStrategy:
     """Lightning's DeepSpeed strategy for GPUs or CPU ranks.
 

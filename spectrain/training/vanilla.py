@@ -64,6 +64,13 @@ class LanguageModelTraining(Training):
             found.append(torch.minimum(p, q).sum(-1))
         return torch.cat(found)
 
+    def objective(self, batch: RowBatch) -> Tensor:
+        return self.loss(self.states(batch), batch)
+
+    @property
+    def width(self) -> int:
+        return self.model.config.hidden_size
+
     def recompute_activations(self) -> None:
         """Compute the inside of blocks again in the backward pass, in place of keeping it."""
         self.model.gradient_checkpointing_enable({"use_reentrant": False})
@@ -78,8 +85,10 @@ class VanillaExperiment(Experiment):
     exports, drafts = "vanilla", True
 
     def prepare(self) -> Parts:
-        data = self.data.drafter_rows(self.config, self.target, ())
-        return Parts(LanguageModelTraining(self.new(), self.optimizer, self.target), data)
+        return Parts(self.blank(), self.data.drafter_rows(self.config, self.target, ()))
+
+    def blank(self) -> LanguageModelTraining:
+        return LanguageModelTraining(self.new(), self.optimizer, self.target)
 
     def new(self) -> PreTrainedModel:
         """A new model; by default it has half the target's layers and half its width."""

@@ -7,14 +7,13 @@ from lightning.pytorch.callbacks import Checkpoint
 
 from spectrain.cli import composed
 from spectrain.config import options_of, plain
-from spectrain.training.settled import settle
+from spectrain.measure.settled import settled
 
 
 def config_of(*overrides: str) -> dict:
     """Return the resolved config of a training, as a command settles it."""
     options = options_of("train", composed("train", *overrides))
-    settle(options)
-    return plain(options)
+    return settled(plain(options))
 
 
 def quiet_trainer(**options: object) -> Trainer:

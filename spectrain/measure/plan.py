@@ -1,0 +1,197 @@
+"""What a training will take: bytes, disk, hours, and the speedup to expect, before any weight is loaded.
+
+    python -m spectrain.train +exp=spire target=<folder or hub id> hardware=h100 trainer.devices=8 plan=true
+
+Bytes are those of one rank. Those of weights and optimizer are counted in a model without memory, those of the forward
+and the backward pass in a step without memory (`dry_step`). Hours are the step's operations at the peaks of
+`conf/hardware/`, of which kernels reach a share. docs/plan.md has an example, and what is left out.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+from transformers import AutoModelForCausalLM
+
+from spectrain.decoding import TargetModel
+from spectrain.decoding.loading import DTYPES, read_config
+from spectrain.measure.cost import Hardware
+from spectrain.measure.dry_step import StepCost, cost_of
+from spectrain.models.packages import target_path
+from spectrain.training.base import Experiment, Training
+from spectrain.training.data import RowBatch
+from spectrain.training.losses import PLANNED
+from spectrain.training.runs import RunFolder
+
+ZERO_BUCKET = 200_000_000  # elements that DeepSpeed reduces at once, as Lightning sets it
+ZERO_LIVE = 1_000_000_000  # parameters that ZeRO-3 keeps gathered at the most, likewise
+
+
+@dataclass(frozen=True)
+class Machine:
+    """The hardware that a training runs on; conf/hardware/ has its numbers and their sources."""
+
+    peaks: Hardware  # in the precision of the products
+    memory_bytes: float | None  # of a rank; None: not known
+    training_share: float = 1.0  # of the peaks, that kernels of a training reach
+    link_bytes_per_s: float | None = None  # of a rank, to the others; None: they share a memory
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What a training takes."""
+
+    target_parameters: int
+    trained_parameters: int
+    ranks: int
+    step_rows: int  # per optimizer step, over all ranks
+    row_tokens: int
+    steps: int | None  # None: they follow from hours
+    memory: Mapping[str, int]  # bytes of a rank by what they hold
+    disk: Mapping[str, int]  # bytes by what they hold
+    step_s: float
+
+    @property
+    def bytes(self) -> int:
+        return sum(self.memory.values())
+
+    @property
+    def tokens_per_s(self) -> float:
+        return self.step_rows * self.row_tokens / self.step_s
+
+    def sentence(self, machine: Machine) -> str:
+        """Say it in a line."""
+        steps = "as many steps as fit" if self.steps is None else f"{self.steps:,} steps"
+        hours = "" if self.hours is None else f", {self.hours:.2g} hours"
+        return (
+            f"{self.trained_parameters / 1e6:,.4g} M parameters train for a target of "
+            f"{self.target_parameters / 1e6:,.4g} M, {steps} of {self.step_rows} x {self.row_tokens:,} tokens on "
+            f"{self.ranks} x {machine.peaks.name}: {self.bytes / 2**30:.3g} GiB each, "
+            f"{self.tokens_per_s:,.0f} tokens/s{hours}, {sum(self.disk.values()) / 2**30:.2g} GiB on disk"
+        )
+
+    @property
+    def hours(self) -> float | None:
+        return None if self.steps is None else self.steps * self.step_s / 3600
+
+
+def plan_of(config: Mapping, machine: Machine, ranks: int) -> Plan:
+    """Predict what the training of a settled config takes.
+
+    Raises:
+        UserError: the target has no config, or the training is none of a drafter for it.
+    """
+    outline = Outline.of(config)
+    step = outline.step(config["data"]["batch_size"] // ranks)
+    trained, accumulated = outline.trained, config["trainer"]["accumulate_grad_batches"]
+    memory = outline.weights(ranks) | {"forward and backward pass": outline.pass_bytes(step, ranks)}
+    rows = config["data"]["batch_size"] * accumulated
+    state = _adam_bytes(config["optimizer"]["name"], outline.module)
+    optimizer_bytes = 2 * state + 20 * trained  # read and written, as weights are; gradients, twice for their norm
+    seconds = accumulated * step.seconds(machine.peaks) + optimizer_bytes / machine.peaks.bytes_per_s
+    seconds /= machine.training_share
+    if ranks > 1 and machine.link_bytes_per_s:
+        seconds += 2 * (ranks - 1) / ranks * 4 * trained / machine.link_bytes_per_s  # a ring's all-reduce of float32
+    return Plan(
+        outline.target_parameters,
+        trained,
+        ranks,
+        rows,
+        config["data"]["row_tokens"],
+        None if config["hours"] else outline.experiment.steps_of(trained, None),
+        memory,
+        {"checkpoints": 16 * trained, "export": 2 * trained},  # the newest one and the best weights
+        seconds,
+    )
+
+
+@dataclass(frozen=True)
+class Outline:
+    """A training whose models have shapes and no memory."""
+
+    config: Mapping
+    experiment: Experiment
+    module: Training
+
+    @classmethod
+    def of(cls, config: Mapping) -> Outline:
+        with torch.device("meta"):
+            experiment = RunFolder(Path(), config, "plan").experiment(lambda: meta_target(config["target"]))
+            module = experiment.blank().to("meta")
+        if config["trainer"]["activation_checkpointing"]:
+            module.recompute_activations()
+        if _zero(config):
+            module.bfloat16()
+        return cls(config, experiment, module)
+
+    @property
+    def trained(self) -> int:
+        return sum(one.numel() for one in self.module.parameters() if one.requires_grad)
+
+    @property
+    def target_parameters(self) -> int:
+        return sum(one.numel() for one in self.module.target.model.parameters())
+
+    def step(self, rows: int) -> StepCost:
+        """Count a step over `rows` rows of one rank, whose tokens are all learned."""
+        data, drafter = self.config["data"], getattr(self.module, "drafter", None)
+        with torch.device("meta"):
+            tokens = torch.zeros(rows, data["row_tokens"], dtype=torch.int64)
+            batch = RowBatch(tokens, torch.ones_like(tokens, dtype=torch.bool), [0] * rows, tokens.numel())
+            if data["source"] == "offline":
+                states = torch.empty(*tokens.shape, 1 + drafter.config.n_layer, self.module.target.config.hidden_size)
+                batch.captured, batch.final_hidden = states[:, :, 1:].bfloat16(), states[:, :, 0].bfloat16()
+            half = str(self.config["trainer"]["precision"]).startswith("bf16")
+            device = "cpu" if self.config["trainer"]["accelerator"] == "cpu" else "cuda"
+            PLANNED.set((device, torch.bfloat16 if half else torch.float32))
+            return cost_of(lambda: self.module.objective(batch), half)
+
+    def weights(self, ranks: int) -> dict[str, int]:
+        """Return the bytes that a rank holds all the time, by what they are."""
+        config, trained, stage = self.config, self.trained, _zero(self.config)
+        held = {"target": _n_bytes(self.module.target.model)}
+        adam = _adam_bytes(config["optimizer"]["name"], self.module)
+        if stage is None:
+            buckets = {"gradients in exchange": 4 * trained} if ranks > 1 else {}
+            return held | {"drafter": _n_bytes(self.module), "optimizer": adam} | buckets
+        held["drafter"] = 2 * trained if stage < 3 else 2 * trained // ranks + min(2 * trained, 2 * ZERO_LIVE)
+        offloads = config["trainer"]["strategy"].get("offload_optimizer")
+        return held | {"optimizer": 0 if offloads else (adam + 4 * trained) // ranks}
+
+    def pass_bytes(self, step: StepCost, ranks: int) -> int:
+        """Return the peak of a forward and a backward pass; under ZeRO a rank keeps its share of the gradients."""
+        if _zero(self.config) is None:
+            return step.peak_bytes
+        return step.peak_bytes - 2 * self.trained + 2 * self.trained // ranks + 2 * min(self.trained, ZERO_BUCKET)
+
+
+def meta_target(options: Mapping) -> TargetModel:
+    """Return a target without memory, from its config alone, on the device `meta`."""
+    path = target_path(options["path"])
+    with torch.device("meta"):
+        config = read_config(path)
+        model = AutoModelForCausalLM.from_config(
+            config, dtype=DTYPES[options["dtype"]], attn_implementation="sdpa", trust_remote_code=False
+        )
+        return TargetModel(model.eval().requires_grad_(False), engine=options["engine"])
+
+
+def _zero(config: Mapping) -> int | None:
+    """Return the stage of a config's DeepSpeed strategy; None without one."""
+    strategy = config["trainer"]["strategy"]
+    return strategy.get("stage") if isinstance(strategy, Mapping) else None
+
+
+def _n_bytes(module: nn.Module) -> int:
+    held: dict[int, Tensor] = {id(one): one for one in (*module.parameters(), *module.buffers())}
+    return sum(one.nbytes for one in held.values())
+
+
+def _adam_bytes(name: str, module: nn.Module) -> int:
+    """Return the bytes of the optimizer's state: two numbers of each parameter, of a matrix that Muon steps one."""
+    trained = [one for one in module.parameters() if one.requires_grad]
+    return sum(one.numel() * (4 if name == "muon" and one.ndim == 2 else 8) for one in trained)

@@ -1,0 +1,115 @@
+"""What options become that are `auto` or null: values that fit the machine and the target.
+
+`target.dtype=auto` is the checkpoint's on a GPU, and float32 on a CPU, where it costs little and texts are lossless.
+A training keeps what its first start has found, so that it goes on elsewhere as it began.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping
+from dataclasses import asdict
+
+import torch
+from transformers import AutoConfig
+
+from spectrain.config import conf_dir
+from spectrain.config.commands import Hardware as HardwareOptions
+from spectrain.config.commands import Target
+from spectrain.decoding.loading import DTYPES
+from spectrain.errors import UserError
+from spectrain.measure.cost import fastest_depth, read_hardware
+from spectrain.measure.plan import Machine, Outline, Plan, plan_of
+from spectrain.models.packages import target_path
+from spectrain.stores.files import read_yaml
+from spectrain.training.strategies import planned_ranks, precision_of, uses_gpu
+
+BATCH_ROWS = 4
+MEMORY_SHARE = 0.92  # of a GPU's memory, that is planned with; CUDA and fragments take the rest
+
+
+def settle(options: object) -> None:
+    """Replace `target.dtype=auto` in the options of a command that does not train."""
+    target = getattr(options, "target", None)
+    if isinstance(target, Target) and not hasattr(options, "trainer"):
+        target.dtype = _dtype(vars(target), torch.cuda.is_available())
+
+
+def settled(config: Mapping) -> dict:
+    """Return the config of a training with a value for everything that fits the machine and the target.
+
+    Raises:
+        UserError: the target has no config that says how large it is, where that is asked.
+    """
+    config = copy.deepcopy(dict(config))
+    trainer, data = config["trainer"], config["data"]
+    elsewhere = config["plan"] and config["hardware"] is not None and config["hardware"]["flops_per_s"] is not None
+    trainer["accelerator"] = "gpu" if elsewhere or uses_gpu(trainer["accelerator"]) else "cpu"
+    trainer["precision"] = "bf16-mixed" if elsewhere and trainer["precision"] == "auto" else precision_of(trainer)
+    config["target"]["dtype"] = _dtype(config["target"], trainer["accelerator"] == "gpu")
+    if config.get("n_layer") == "auto":
+        config["n_layer"] = fastest_depth(config, _machine(config).peaks)
+    n_ranks = planned_ranks(trainer)
+    divides = trainer["accumulate_grad_batches"] is None
+    trainer["accumulate_grad_batches"] = trainer["accumulate_grad_batches"] or 1
+    if data["batch_size"] is None:
+        data["batch_size"] = -(-BATCH_ROWS // n_ranks) * n_ranks
+    if divides and trainer["accelerator"] == "gpu" and data["batch_size"] % n_ranks == 0:
+        _divide(config, n_ranks)
+    return config
+
+
+def plan_for(config: Mapping) -> tuple[Plan, Machine]:
+    """Predict what the training of a settled config takes, on the hardware of the config or of this machine."""
+    machine = _machine(config)
+    return plan_of(config, machine, planned_ranks(config["trainer"])), machine
+
+
+def _divide(config: dict, n_ranks: int) -> None:
+    """Divide the rows of a step into as few batches as fit the memory of a GPU."""
+    try:
+        outline, memory = Outline.of(config), _machine(config).memory_bytes
+    except UserError:  # the training says what is wrong, or has no plan
+        return
+    if memory is None:
+        return
+    share = config["data"]["batch_size"] // n_ranks
+    left = MEMORY_SHARE * memory - sum(outline.weights(n_ranks).values())
+    divisors = [n for n in range(1, share + 1) if share % n == 0]
+    fitting = (n for n in divisors if outline.pass_bytes(outline.step(share // n), n_ranks) <= left)
+    n_batches = next(fitting, share)
+    config["data"]["batch_size"] //= n_batches
+    config["trainer"]["accumulate_grad_batches"] = n_batches
+
+
+def _machine(config: Mapping) -> Machine:
+    """Return the hardware of a config, else that of this machine."""
+    on_gpu = config["trainer"]["accelerator"] == "gpu"
+    node = config["hardware"] or _here(on_gpu)
+    peaks = read_hardware(node, "bf16" if str(config["trainer"]["precision"]).startswith("bf16") else "fp32")
+    memory, trainer = node["memory_bytes"], config["trainer"]
+    if on_gpu and config["hardware"] is None:
+        memory = torch.cuda.mem_get_info()[1]
+    link = node["network_bytes_per_s" if trainer.get("num_nodes", 1) > 1 else "link_bytes_per_s"]
+    return Machine(peaks, memory, node["training_share"], link)
+
+
+def _here(on_gpu: bool) -> dict:
+    """Return the file of conf/hardware/ that describes this machine; of an unknown GPU that of an H100."""
+    files = {file.stem: read_yaml(file) for file in sorted((conf_dir() / "hardware").glob("*.yaml"))}
+    device = torch.cuda.get_device_name() if on_gpu else ""
+    known = (one for one in files.values() if on_gpu and one["name"] in device)
+    return asdict(HardwareOptions()) | next(known, files["h100" if on_gpu else "cpu"])
+
+
+def _dtype(target: Mapping, on_gpu: bool) -> str:
+    """Return the dtype of a target's options; of `auto` on a GPU the one that its config names, if we compute in it."""
+    if target["dtype"] != "auto":
+        return target["dtype"]
+    if not on_gpu or target["device"] == "cpu":
+        return "float32"
+    try:
+        found = getattr(AutoConfig.from_pretrained(target_path(target["path"])), "dtype", None)
+    except (OSError, ValueError, UserError):  # loading the target will say what is wrong
+        return "float32"
+    return next((name for name, dtype in DTYPES.items() if dtype == found), "float32")
