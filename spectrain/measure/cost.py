@@ -24,7 +24,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 from scipy.optimize import brentq
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from spectrain.config import conf_dir
 from spectrain.decoding.loading import first_line, read_config
@@ -36,7 +36,7 @@ from spectrain.stores.environment import cpu_name
 BYTES_PER_VALUE = {"fp8": 1, "int8": 1, "fp16": 2, "bf16": 2, "tf32": 4, "fp32": 4}
 EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts")
 LONGEST_DRAFT = 16  # tokens; longer drafts are not tried
-REJECTED = 0.39, 0.2  # of a drafter of one block, and the power by which it falls with the blocks
+REJECTED = 0.38, 0.27  # by a drafter of one block, and the power by which it falls with the blocks
 
 
 @dataclass(frozen=True)
@@ -209,6 +209,23 @@ class CostModel:
 # What the command's options say.
 
 
+def empty_model(name: str, **options: object) -> PreTrainedModel:
+    """Return a Hugging Face causal LM without memory, from its config alone.
+
+    Raises:
+        UserError: there is no such config.
+    """
+    path = target_path(name)
+    try:
+        with torch.device("meta"):
+            return AutoModelForCausalLM.from_config(read_config(path), trust_remote_code=False, **options)
+    except UserError:
+        raise
+    except Exception as error:  # transformers and the hub each raise their own types here
+        why = first_line(error)[:160]
+        raise UserError(f"{path} has no config of a model that transformers can build ({why})") from error
+
+
 def shape_of_model(name: str) -> Shape:
     """Read the shape of a Hugging Face causal LM from its config alone.
 
@@ -221,16 +238,8 @@ def shape_of_model(name: str) -> Shape:
     Raises:
         UserError: there is no such config, or the model does not cost what the formulas say.
     """
-    path = target_path(name)
-    try:
-        config = read_config(path)
-        with torch.device("meta"):
-            blocks = find_blocks(AutoModelForCausalLM.from_config(config, trust_remote_code=False))
-    except UserError:
-        raise
-    except Exception as error:  # transformers and the hub each raise their own types here
-        why = first_line(error)[:160]
-        raise UserError(f"{path} has no config of a model that transformers can build ({why})") from error
+    model, path = empty_model(name), target_path(name)
+    config, blocks = model.config, find_blocks(model)
     text = config.get_text_config()
     if any((getattr(text, key, None) or 1) > 1 for key in EXPERTS) or unsupported_layer_type(config):
         raise UserError(f"the cost of {path} is not modelled; choose a dense model with full attention")

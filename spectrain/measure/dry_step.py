@@ -15,6 +15,7 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.autograd import Variable
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -54,11 +55,12 @@ def cost_of(step: Callable[[], Tensor], half: bool) -> StepCost:
         half: whether products are in bfloat16, as under `bf16-mixed`.
     """
     counter, products = _Counter(), _Products(half)
-    with counter:
-        with products:
-            loss = step()
+    with counter, products:
+        loss = step()
         products.cast.clear()  # as autocast does when it ends
-        loss.backward()
+        # Not `loss.backward()`, which would leave the mode: blocks may be computed again.
+        options = {"allow_unreachable": True, "accumulate_grad": True}
+        Variable._execution_engine.run_backward((loss,), (torch.ones_like(loss),), False, False, (), **options)
     return StepCost(counter.peak, np.array(counter.flops, dtype=np.float64), np.array(counter.moved, dtype=np.float64))
 
 
@@ -76,6 +78,8 @@ class _Counter(TorchDispatchMode):
         kwargs = kwargs or {}
         if func is aten.nonzero.default:  # as if no value were zero: all positions are learned
             out = torch.empty(args[0].numel(), args[0].dim(), dtype=torch.int64, device="meta")
+        elif func is aten._local_scalar_dense.default:  # transformers asks whether rows are single texts
+            out = True
         else:
             out = func(*args, **kwargs)
         made = [one for one in tree_leaves(out) if isinstance(one, Tensor)]

@@ -14,14 +14,14 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
+from hydra.utils import get_class
 from torch import Tensor, nn
-from transformers import AutoModelForCausalLM
 
 from spectrain.decoding import TargetModel
-from spectrain.decoding.loading import DTYPES, read_config
-from spectrain.measure.cost import Hardware
+from spectrain.decoding.loading import DTYPES
+from spectrain.errors import UserError
+from spectrain.measure.cost import Hardware, empty_model
 from spectrain.measure.dry_step import StepCost, cost_of
-from spectrain.models.packages import target_path
 from spectrain.training.base import Experiment, Training
 from spectrain.training.data import RowBatch
 from spectrain.training.losses import PLANNED
@@ -119,6 +119,8 @@ class Outline:
 
     @classmethod
     def of(cls, config: Mapping) -> Outline:
+        if not get_class(config["experiment"]["_target_"]).drafts:
+            raise UserError("plan=true predicts what drafters take (+exp=spire, +exp=vanilla); leave it out")
         with torch.device("meta"):
             experiment = RunFolder(Path(), config, "plan").experiment(lambda: meta_target(config["target"]))
             module = experiment.blank().to("meta")
@@ -171,12 +173,8 @@ class Outline:
 
 def meta_target(options: Mapping) -> TargetModel:
     """Return a target without memory, from its config alone, on the device `meta`."""
-    path = target_path(options["path"])
+    model = empty_model(options["path"], dtype=DTYPES[options["dtype"]], attn_implementation="sdpa")
     with torch.device("meta"):
-        config = read_config(path)
-        model = AutoModelForCausalLM.from_config(
-            config, dtype=DTYPES[options["dtype"]], attn_implementation="sdpa", trust_remote_code=False
-        )
         return TargetModel(model.eval().requires_grad_(False), engine=options["engine"])
 
 

@@ -48,7 +48,8 @@ def settled(config: Mapping) -> dict:
     trainer["precision"] = "bf16-mixed" if elsewhere and trainer["precision"] == "auto" else precision_of(trainer)
     config["target"]["dtype"] = _dtype(config["target"], trainer["accelerator"] == "gpu")
     if config.get("n_layer") == "auto":
-        config["n_layer"] = fastest_depth(config, _machine(config).peaks)
+        peaks = read_hardware(config["hardware"] or _here(on_gpu=True), "bf16")  # the same on every machine
+        config["n_layer"] = fastest_depth(config, peaks)
     n_ranks = planned_ranks(trainer)
     divides = trainer["accumulate_grad_batches"] is None
     trainer["accumulate_grad_batches"] = trainer["accumulate_grad_batches"] or 1
@@ -88,7 +89,7 @@ def _machine(config: Mapping) -> Machine:
     node = config["hardware"] or _here(on_gpu)
     peaks = read_hardware(node, "bf16" if str(config["trainer"]["precision"]).startswith("bf16") else "fp32")
     memory, trainer = node["memory_bytes"], config["trainer"]
-    if on_gpu and config["hardware"] is None:
+    if config["hardware"] is None and torch.cuda.is_available():
         memory = torch.cuda.mem_get_info()[1]
     link = node["network_bytes_per_s" if trainer.get("num_nodes", 1) > 1 else "link_bytes_per_s"]
     return Machine(peaks, memory, node["training_share"], link)
@@ -97,7 +98,7 @@ def _machine(config: Mapping) -> Machine:
 def _here(on_gpu: bool) -> dict:
     """Return the file of conf/hardware/ that describes this machine; of an unknown GPU that of an H100."""
     files = {file.stem: read_yaml(file) for file in sorted((conf_dir() / "hardware").glob("*.yaml"))}
-    device = torch.cuda.get_device_name() if on_gpu else ""
+    device = torch.cuda.get_device_name() if torch.cuda.is_available() else ""
     known = (one for one in files.values() if on_gpu and one["name"] in device)
     return asdict(HardwareOptions()) | next(known, files["h100" if on_gpu else "cpu"])
 

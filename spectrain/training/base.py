@@ -80,8 +80,8 @@ class Training(LightningModule):
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
 
     def objective(self, batch: RowBatch) -> Tensor:
-        """Return the loss of a batch, as `training_step` computes it in the first epoch."""
-        raise UserError("plan=true predicts what drafters take (+exp=spire, +exp=vanilla); leave it out")
+        """Return the loss of a batch, as `training_step` computes it in the first epoch; of drafters only."""
+        raise NotImplementedError
 
     @property
     @abstractmethod
@@ -129,8 +129,8 @@ class Experiment(ABC):
         """Put the training together. Raise UserError where there are too few rows."""
 
     def blank(self) -> Training:
-        """Return the training without data, of a new model; only drafters have one."""
-        raise UserError("plan=true predicts what drafters take (+exp=spire, +exp=vanilla); leave it out")
+        """Return the training of a new model, without data; of drafters only."""
+        raise NotImplementedError
 
     @abstractmethod
     def save(self, folder: Path, weights: dict[str, Tensor]) -> None:

@@ -186,7 +186,7 @@ def test_calibration_error_by_hand():
 def test_cosine_schedule_with_a_share_of_warm_up():
     settings = OptimizerSettings(lr=1.0, warmup_share=0.2, schedule="cosine")
     optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=1.0)
-    schedule = warmup_then_down(optimizer, settings, 10)
+    schedule = warmup_then_down(optimizer, settings, lambda: 10)
     rates = [schedule.lr_lambdas[0](step) for step in range(11)]
     assert rates[:3] == pytest.approx([1 / 3, 2 / 3, 1.0])
     assert rates[6] == pytest.approx(0.5)
