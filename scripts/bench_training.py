@@ -4,8 +4,11 @@
 
 Both steps train two blocks pruned from the target, at equal batch and length, with the same loss and optimizer. The
 ordinary step is that of a Hugging Face Llama with full causal attention, with one forward over the row. Steps take
-turns. Ratios compare two neighbouring steps and are medians with a 95 % bootstrap interval. Peak memory is measured in
-one process per length (resident set beyond that before the first step).
+turns. Ratios compare two neighbouring steps and are medians with a 95 % bootstrap interval.
+
+    python scripts/bench_training.py --target checkpoints/pystdlib-8l --memory
+
+Compares the memory of steps that plan=true says with the peak of the resident set, one process per configuration.
 
     python scripts/bench_training.py --target smollm2 --chats 20000
 
@@ -18,13 +21,15 @@ from __future__ import annotations
 import argparse
 import copy
 import json
+import os
 import random
 import re
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from functools import partial
 from itertools import islice
 from pathlib import Path
 
@@ -33,9 +38,13 @@ import torch
 from torch import Tensor
 from transformers import LlamaForCausalLM
 
+from spectrain.cli import composed, open_target
+from spectrain.config import options_of, plain
 from spectrain.config.commands import Corpus
+from spectrain.config.training import Optimizer
 from spectrain.decoding import TargetModel, load_target
 from spectrain.decoding.lean import shape_of
+from spectrain.measure.settled import plan_for, settled
 from spectrain.measure.statistics import median
 from spectrain.models.pruned_init import last_layers, new_drafter
 from spectrain.models.rollout import rollout
@@ -45,7 +54,19 @@ from spectrain.stores.chat_tokens import ChatRenderer
 from spectrain.stores.locations import bundled_folder
 from spectrain.stores.row_cache import corpus_rows
 from spectrain.stores.texts import read_documents
+from spectrain.training.data import RowBatch
 from spectrain.training.losses import LossSettings, Teacher, drafter_loss
+from spectrain.training.optim import build_optimizer
+from spectrain.training.runs import RunFolder
+
+CONFIGURATIONS = (
+    "data.row_tokens=512",
+    "data.row_tokens=1024",
+    "data.row_tokens=2048 data.batch_size=2",
+    "data.row_tokens=1024 n_layer=4 trainer.activation_checkpointing=true",
+    "data.row_tokens=1024 data.batch_size=16 trainer.precision=32-true",
+    "data.row_tokens=1024 data.batch_size=16 input=tied previous_state=false",
+)
 
 
 def main() -> None:
@@ -56,8 +77,15 @@ def main() -> None:
     parser.add_argument("--k", type=int, default=4, help="rollout depth")
     parser.add_argument("--pairs", type=int, default=15, help="pairs of steps timed")
     parser.add_argument("--chats", type=int, default=0, help="conversations of a file that is made on the fly")
-    parser.add_argument("--memory-of", type=int, default=None, help=argparse.SUPPRESS)
+    parser.add_argument("--memory", action="store_true", help="compare the memory that plan=true says with what it is")
+    parser.add_argument("--memory-of", nargs="+", help=argparse.SUPPRESS)
     args = parser.parse_args()
+    if args.memory_of:
+        print(*planned_and_measured(args.memory_of))
+        return
+    if args.memory:
+        report_memory(args)
+        return
     target = load_target(bundled_folder(args.target) or args.target)
     if args.chats:
         report_chats(target, args.chats)
@@ -65,13 +93,9 @@ def main() -> None:
     config = SpireConfig(shape_of(target.model), last_layers(target.model, 2), k=args.k)
     target = target.with_capture(config.target_layers)
     drafter = new_drafter(target, config, "pruned")
-    if args.memory_of:
-        print(peak_bytes(target, drafter, args.batch, args.memory_of))
-        return
     shape = f"batch {args.batch} x {args.length}, k={args.k}"
     print(f"{args.target}, {shape}, bf16 autocast, {torch.get_num_threads()} threads")
     report_times(args, target, drafter)
-    report_memory(args)
 
 
 def report_times(args: argparse.Namespace, target: TargetModel, drafter: SpireDrafter) -> None:
@@ -136,24 +160,45 @@ def step_of(
 
 
 def report_memory(args: argparse.Namespace) -> None:
-    peaks = {}
-    for length in (args.length // 2, args.length, 2 * args.length):
-        command = [sys.executable, __file__, "--target", args.target, "--batch", str(args.batch), "--k", str(args.k)]
-        out = subprocess.run([*command, "--memory-of", str(length)], check=True, capture_output=True, text=True)
-        peaks[length] = int(out.stdout.split()[-1])
-    first = next(iter(peaks))
-    for length, peak in peaks.items():
-        print(f"peak memory at {length:5} tokens a row: {peak / 2**20:6.0f} MiB, {peak / peaks[first]:.2f}x")
+    rows = []
+    for options in CONFIGURATIONS:
+        command = [sys.executable, __file__, "--memory-of", *f"+exp=spire target={args.target} {options}".split()]
+        # Else the system's allocator keeps what is freed, in pieces: 15 to 30 % more, which a GPU's counter leaves out.
+        env = os.environ | {"MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "65536"}
+        out = subprocess.run(command, check=True, capture_output=True, text=True, env=env)
+        planned, measured = map(int, out.stdout.split()[-2:])
+        sizes = (f"{n / 2**20:,.0f} MiB" for n in (planned, measured))
+        rows.append([options, *sizes, f"{planned / measured - 1:+.1%}"])
+        print(*rows[-1], sep="  ", flush=True)
+    print(json.dumps(rows))
 
 
-def peak_bytes(target: TargetModel, drafter: SpireDrafter, batch: int, length: int) -> int:
-    """Resident bytes that training steps add to what the process held before (Linux: the peak is counted anew)."""
-    step = step_of(drafter, drafter.lm_head.weight, lambda t, f: rollout(drafter, t, f.captured), target)
+def planned_and_measured(overrides: Sequence[str]) -> tuple[int, int]:
+    """Bytes that a training's steps add to its weights: as plan=true says, and as the system counts (Linux)."""
+    options = plain(options_of("train", composed("train", *overrides)))
+    config = settled(options)
+    plan, _ = plan_for(config)
+    run = RunFolder(Path(), config, "measured")
+    module = run.experiment(partial(open_target, run.target, "cpu")).blank()
+    optimizer = build_optimizer(module.named_parameters(), Optimizer(**config["optimizer"] | {"lr": 1e-9}))
+    if config["trainer"]["activation_checkpointing"]:
+        module.recompute_activations()
+    half = torch.autocast("cpu", torch.bfloat16, enabled=config["trainer"]["precision"] == "bf16-mixed")
+
+    def step(n_rows: int, row_tokens: int) -> None:
+        tokens = torch.randint(0, module.target.vocab_size, (n_rows, row_tokens))
+        with half:
+            loss = module.objective(RowBatch(tokens, torch.ones_like(tokens, dtype=torch.bool), [0], tokens.numel()))
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+
+    step(1, 64)  # compiles, starts threads, makes the optimizer's state
     Path("/proc/self/clear_refs").write_text("5")
     before = resident_peak_bytes()
     for _ in range(2):
-        step(torch.randint(0, target.vocab_size, (batch, length)))
-    return resident_peak_bytes() - before
+        step(config["data"]["batch_size"], config["data"]["row_tokens"])
+    return plan.memory["forward and backward pass"], resident_peak_bytes() - before
 
 
 def report_chats(target: TargetModel, n_chats: int) -> None:

@@ -117,7 +117,7 @@ def show_help(module: str, name: str, arguments: Sequence[str]) -> None:
     console = Console(highlight=False)
     console.print(f"python -m {module} name=value ...\n\n{kind.__doc__}\n")
     console.print(table)
-    for group in groups:
+    for group in [*groups, *(["recipe"] if name == "train" else [])]:
         files = sorted(file.stem for file in (conf_dir() / group).glob("*.yaml"))
         known = [file for of, file in config.GROUPS if of == group]
         console.print(f"{group}={'|'.join(dict.fromkeys([*known, *files]))}", soft_wrap=True)
@@ -154,10 +154,12 @@ def expand_shorthands(arguments: Sequence[str], name: str) -> list[str]:
                 argument = f"{key}={value}"
             if key in paths and re.search(r"[=(){}:\s$]", value) and value[0] not in "[\"'":
                 argument = f"{key}={quoted(value)}"
+            if key == "recipe":
+                argument = f"+{argument}"
             if key.startswith("sampling.") and "sampling" in groups:
                 argument = f"++{argument}"  # where no sampling is chosen, one option of it may be given all the same
         expanded.append(argument)
-    return expanded
+    return sorted(expanded, key=lambda one: not one.startswith("+exp="))  # what else is chosen changes its options
 
 
 def is_group(name: str) -> bool:

@@ -58,7 +58,14 @@ def test_every_experiment_composes_with_every_ablation(name):
 def test_every_folder_of_conf_is_a_group_of_some_command():
     groups = {group for _, groups in COMMANDS.values() for group in groups}
     folders = {path.name for path in conf_dir().iterdir() if path.is_dir()}
-    assert folders - groups == {"ablation", "cost", "hydra", "sweep"}
+    assert folders - groups == {"ablation", "cost", "hydra", "recipe", "sweep"}
+
+
+def test_a_recipe_changes_an_experiment_and_gives_way_to_what_is_typed():
+    for recipe in files_of("recipe"):
+        for order in (["+exp=spire", f"recipe={recipe}"], [f"recipe={recipe}", "+exp=spire"]):
+            found = options("train", *order, "data.val_rows=7")
+            assert (found.own["draft_vocab"], found.data["val_rows"]) in ((32768, 7), (24576, 7))
 
 
 @pytest.mark.parametrize("path", sorted(conf_dir().glob("sweep/*.yaml")), ids=lambda path: path.stem)

@@ -68,8 +68,8 @@ class Plan:
         steps = "as many steps as fit" if self.steps is None else f"{self.steps:,} steps"
         hours = "" if self.hours is None else f", {self.hours:.2g} hours"
         return (
-            f"{self.trained_parameters / 1e6:,.4g} M parameters train for a target of "
-            f"{self.target_parameters / 1e6:,.4g} M, {steps} of {self.step_rows} x {self.row_tokens:,} tokens on "
+            f"{_short(self.trained_parameters)} parameters train for a target of "
+            f"{_short(self.target_parameters)}, {steps} of {self.step_rows} x {self.row_tokens:,} tokens on "
             f"{self.ranks} x {machine.peaks.name}: {self.bytes / 2**30:.3g} GiB each, "
             f"{self.tokens_per_s:,.0f} tokens/s{hours}, {sum(self.disk.values()) / 2**30:.2g} GiB on disk"
         )
@@ -176,6 +176,10 @@ def meta_target(options: Mapping) -> TargetModel:
     model = empty_model(options["path"], dtype=DTYPES[options["dtype"]], attn_implementation="sdpa")
     with torch.device("meta"):
         return TargetModel(model.eval().requires_grad_(False), engine=options["engine"])
+
+
+def _short(count: int) -> str:
+    return f"{count / 1e9:.3g} billion" if count >= 1e9 else f"{count / 1e6:.3g} million"
 
 
 def _zero(config: Mapping) -> int | None:

@@ -1,0 +1,187 @@
+"""What a training takes before it begins: counted steps, bytes by hand, steps, depth, and what a run keeps."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import partial
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+
+from spectrain.cli import composed
+from spectrain.config import options_of, plain
+from spectrain.decoding import load_target
+from spectrain.errors import UserError
+from spectrain.measure.cost import Hardware, fastest_depth, tau_of_depth
+from spectrain.measure.dry_step import cost_of
+from spectrain.measure.plan import Machine, Outline, plan_of
+from spectrain.measure.settled import settled
+from spectrain.train import main as train
+from spectrain.train import steps_of
+from spectrain.training.base import Experiment
+from spectrain.training.callbacks import UNKNOWN_STEPS, StepsForHours
+from spectrain.training.runs import RunFolder
+from spectrain.training.sources import Online
+from tests.conftest import tiny_model
+from tests.training.trainers import config_of
+
+PEAKS = Hardware("a machine", 10.0, 2, flops_per_s=1e9)  # 1e8 bytes/s
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("target")
+    tiny_model().save_pretrained(folder)
+    return folder
+
+
+@pytest.mark.parametrize("half", [False, True])
+def test_a_counted_step_has_the_flops_bytes_and_seconds_of_its_products(half):
+    with torch.device("meta"):
+        x, weight = torch.empty(4, 8), torch.nn.Parameter(torch.empty(16, 8))
+        cost = cost_of(lambda: F.linear(x, weight).sum(), half)
+    assert cost.flops.sum() == 2 * (2 * 4 * 8 * 16)  # forward, and the gradient of the weight
+    width = 2 if half else 4
+    forward = width * (4 * 8 + 8 * 16 + 4 * 16)
+    assert forward in cost.moved_bytes
+    casts = 2 * (4 * 8 + 16 * 8) if half else 0
+    assert cost.peak_bytes >= casts + width * 4 * 16
+    alone = replace(cost, flops=np.array([1e6]), moved_bytes=np.array([1e6]))
+    assert alone.seconds(PEAKS) == pytest.approx(0.01)  # reading takes longer than computing
+
+
+def test_a_counted_step_keeps_what_the_backward_pass_needs_and_frees_the_rest():
+    with torch.device("meta"):
+        weight = torch.nn.Parameter(torch.empty(1000))
+        kept = cost_of(lambda: (weight.exp().exp()).sum(), half=False)  # exp keeps its result, 4,000 bytes each
+        freed = cost_of(lambda: ((weight + 1) + 1).sum(), half=False)
+    assert kept.peak_bytes > 3 * 4000
+    assert freed.peak_bytes < kept.peak_bytes
+
+
+def test_bytes_of_a_rank_are_those_of_the_arithmetic(tiny):
+    options = "+exp=spire", f"target.path={tiny}", "data.row_tokens=32", "window_tokens=8", "trainer.devices=2"
+    config = config_of(*options, "trainer.accelerator=cpu")
+    outline = Outline.of(config)
+    n = outline.trained
+    assert outline.weights(2) == {
+        "target": sum(one.nbytes for one in (*tiny_model().parameters(), *tiny_model().buffers())),
+        "drafter": 4 * n,
+        "optimizer": 8 * n,
+        "gradients in exchange": 4 * n,
+    }
+    stages = {
+        stage: config_of(*options, f"trainer=deepspeed_zero{stage}", "trainer.accelerator=cpu") for stage in (2, 3)
+    }
+    of_stage = {stage: Outline.of(one).weights(2) for stage, one in stages.items()}
+    assert [of_stage[2][name] for name in ("drafter", "optimizer")] == [2 * n, 12 * n // 2]  # as training_bytes.json
+    assert of_stage[3]["drafter"] == 2 * n // 2 + 2 * n
+    plan = plan_of(config, Machine(PEAKS, None, training_share=0.5), 2)
+    assert plan.steps == round(0.9 * n / (4 * 32))
+    assert plan.hours == pytest.approx(plan.steps * plan.step_s / 3600)
+    assert plan_of(config, Machine(PEAKS, None), 2).step_s == pytest.approx(plan.step_s / 2)
+    assert plan_of(config, Machine(PEAKS, None, link_bytes_per_s=1e3), 2).step_s > 4 * n / 1e3  # the all-reduce
+
+
+def test_rows_of_a_step_are_divided_until_they_fit(tiny):
+    options = (
+        "+exp=spire",
+        f"target.path={tiny}",
+        "data.row_tokens=64",
+        "window_tokens=8",
+        "data.batch_size=8",
+        "plan=true",
+    )
+    hardware = "hardware=h100", "trainer.devices=2"
+    whole = config_of(*options, *hardware)
+    assert (whole["data"]["batch_size"], whole["trainer"]["accumulate_grad_batches"]) == (8, 1)
+    outline = Outline.of(whole)
+    held = sum(outline.weights(2).values())
+    two_rows = outline.pass_bytes(outline.step(2), 2)
+    memory = (held + two_rows) / 0.92 + 1
+    divided = config_of(*options, *hardware, f"hardware.memory_bytes={memory}")
+    assert (divided["data"]["batch_size"], divided["trainer"]["accumulate_grad_batches"]) == (4, 2)
+    asked = config_of(*options, *hardware, f"hardware.memory_bytes={memory}", "trainer.accumulate_grad_batches=1")
+    assert asked["data"]["batch_size"] == 8
+
+
+def test_the_fastest_depth_is_that_of_the_throughput_model():
+    assert [round(tau_of_depth(n), 2) for n in (1, 2, 4)] == [2.39, 2.7, 2.98]  # docs/results/depth.json: 2.40 .. 2.97
+    config = config_of("+exp=spire", "workload.batch=[64]", "workload.context_tokens=[1024]") | {"n_layer": "auto"}
+    computes = Hardware("no time to read", 1e-9, 2, flops_per_s=1e12)  # each block of the drafter costs its products
+    reads = Hardware("no time to compute", 1e9, 2, flops_per_s=1e12)  # the target's cache of long texts costs most
+    assert (fastest_depth(config, computes), fastest_depth(config, reads)) == (1, 4)
+
+
+def test_a_run_is_named_by_what_was_asked_and_goes_on_as_it_began(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    asked = plain(options_of("train", composed("train", "+exp=spire")))
+    with RunFolder.claim(asked, settle=settled) as first:
+        assert first.config["data"]["batch_size"] == 4
+        first.begin()
+    asked["trainer"]["devices"] = 8
+    asked["trainer"]["precision"] = "auto"
+    with RunFolder.claim(asked, settle=settled) as again:
+        assert (again.path, again.id, again.config["data"]["batch_size"]) == (first.path, first.id, 4)
+    with RunFolder.claim(asked | {"seed": 1}, settle=settled) as other:
+        assert other.config["data"]["batch_size"] == 8
+    with pytest.raises(UserError, match="differs in data"):
+        RunFolder.find(asked | {"run_dir": str(first.path), "data": asked["data"] | {"batch_size": 4}})
+
+
+def test_steps_follow_from_parameters_and_text():
+    config = config_of(
+        "+exp=spire", "tokens_per_parameter=2", "data.row_tokens=100", "trainer.accumulate_grad_batches=5"
+    )
+    steps = partial(Experiment.steps_of, SimpleNamespace(config=config))
+    assert steps(10_000) == 2 * 10_000 / (4 * 5 * 100)
+    assert steps(10_000, n_rows=8) == 10 * 8 / (4 * 5)  # ten passes over the text
+    assert partial(Experiment.steps_of, SimpleNamespace(config=config | {"max_steps": 7}))(10_000) == 7
+
+
+def test_hours_become_steps_after_the_first_ones_and_stay(tmp_path, monkeypatch):
+    run = RunFolder(tmp_path, {"hours": 1.0}, "id")
+    now_s = iter(range(0, 1000, 2))
+    monkeypatch.setattr("time.perf_counter", lambda: next(now_s))  # two seconds per step
+    loop = SimpleNamespace(max_steps=UNKNOWN_STEPS)
+    trainer = SimpleNamespace(
+        fit_loop=SimpleNamespace(epoch_loop=loop), strategy=SimpleNamespace(broadcast=lambda n: n)
+    )
+    callback = StepsForHours(run, 1.0)
+    for step in range(1, 20):
+        trainer.global_step, trainer.max_steps = step, loop.max_steps
+        callback.on_train_batch_end(trainer, None, None, None, 0)
+    assert loop.max_steps == 1800
+    assert steps_of(run, None, None) == 1800  # where it is resumed
+    assert steps_of(RunFolder(tmp_path / "new", {"hours": 1.0}, "id"), None, None) == UNKNOWN_STEPS
+
+
+def test_a_small_corpus_makes_shorter_rows_and_holds_more_of_them_out(shared, tmp_path, caplog):
+    for i in range(12):
+        (tmp_path / f"{i}.txt").write_text(f"number {i} of twelve short texts " * 12)
+    config = config_of("+exp=spire", f"corpus={tmp_path}", "data.row_tokens=256", "trainer.devices=2")
+    found = Online(**config["data"]).drafter_rows(config, load_target(shared / "target"))
+    run = RunFolder(tmp_path, config, "id")
+    run.settle(found.settled)
+    row_tokens = config["data"]["row_tokens"]
+    assert (row_tokens, config["corpus"]["held_out_share"]) == (64, 0.05)
+    assert config["tau"]["context_tokens"] == [row_tokens // 4, row_tokens // 2]
+    assert run.asked["data.row_tokens"] == 256
+    assert len(found.train) >= config["data"]["batch_size"] == found.batch_size
+    assert "the text is little, so" in caplog.text
+
+
+def test_a_plan_is_printed_and_nothing_is_written(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    train(options_of("train", composed("train", "+exp=spire", "plan=true", "hardware=h100", "trainer.devices=8")))
+    said = " ".join(capsys.readouterr().out.split())
+    assert "memory of one rank" in said
+    assert (
+        "1.74 million parameters train for a target of 7.48 million, 191 steps of 8 x 1,024 tokens on 8 x H100" in said
+    )
+    assert not any(tmp_path.iterdir())
+    with pytest.raises(UserError, match="plan=true predicts what drafters take"):
+        train(options_of("train", composed("train", "+exp=specdecpp", "plan=true")))
