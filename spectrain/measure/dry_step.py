@@ -82,14 +82,16 @@ class _Counter(TorchDispatchMode):
             out = True
         else:
             out = func(*args, **kwargs)
-        made = [one for one in tree_leaves(out) if isinstance(one, Tensor)]
+        if func.is_view or func is aten._unsafe_view.default:
+            return out
+        read, made = ([one for one in tree_leaves(of) if isinstance(one, Tensor)] for of in ((args, kwargs), out))
+        given = {one.untyped_storage()._cdata for one in read}  # weights, or what is changed in place
         for one in made:
-            self._keep(one.untyped_storage())
-        if not func.is_view and func is not aten._unsafe_view.default:
-            read = [one for one in tree_leaves((args, kwargs)) if isinstance(one, Tensor)]
-            count = FLOPS.get(func._overloadpacket)
-            self.flops.append(count(*args, **kwargs, out_val=out) if count else 0)
-            self.moved.append(sum(one.numel() * one.itemsize for one in (*read, *made)))
+            if one.untyped_storage()._cdata not in given:
+                self._keep(one.untyped_storage())
+        count = FLOPS.get(func._overloadpacket)
+        self.flops.append(count(*args, **kwargs, out_val=out) if count else 0)
+        self.moved.append(sum(one.numel() * one.itemsize for one in (*read, *made)))
         return out
 
     def _keep(self, storage: torch.UntypedStorage) -> None:

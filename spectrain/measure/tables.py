@@ -254,11 +254,11 @@ def cost_table(content: Mapping) -> DataFrame:
 
 def memory_table(plan: Plan, machine: Machine) -> DataFrame:
     """Make a table of what fills the memory of a rank."""
-    rows = [{"held by": name, "size": size(n_bytes)} for name, n_bytes in plan.memory.items()]
-    rows.append({"held by": "together", "size": size(plan.bytes)})
+    rows = [{"memory": name, "size": size(n_bytes)} for name, n_bytes in plan.memory.items()]
+    rows.append({"memory": "together", "size": size(plan.bytes)})
     if machine.memory_bytes is not None:
         fits = "" if plan.bytes <= machine.memory_bytes else ": it does not fit"
-        rows.append({"held by": "there is", "size": f"{size(machine.memory_bytes)}{fits}"})
+        rows.append({"memory": "there is", "size": f"{size(machine.memory_bytes)}{fits}"})
     return table_of(rows)
 
 

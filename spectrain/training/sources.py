@@ -75,14 +75,15 @@ class Online(config_training.Online):
         share, lengths = config["corpus"]["held_out_share"], [self.row_tokens]
         while lengths[-1] >= 2 * SHORTEST_ROW:
             lengths.append(lengths[-1] // 2)
-        for number, row_tokens in enumerate(lengths):
-            held_out_share = share if number < 3 else max(share, SMALL_SHARE)
+        more = max(share, SMALL_SHARE)
+        tried = [(length, share) for length in lengths[:3]] + [(length, more) for length in lengths[2:] or lengths]
+        for row_tokens, held_out_share in tried:
             corpus = Corpus(**{**config["corpus"], "held_out_share": held_out_share})
             try:
                 rows = corpus_rows(corpus, target, row_tokens, self.loss_on, self.document_mask)
                 break
             except TooLittleText:
-                if row_tokens == lengths[-1]:
+                if (row_tokens, held_out_share) == tried[-1]:
                     raise
         found = {"data.row_tokens": row_tokens, "corpus.held_out_share": held_out_share}
         if row_tokens < max(config["tau"]["context_tokens"]):

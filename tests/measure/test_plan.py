@@ -167,7 +167,7 @@ def test_a_small_corpus_makes_shorter_rows_and_holds_more_of_them_out(shared, tm
     run = RunFolder(tmp_path, config, "id")
     run.settle(found.settled)
     row_tokens = config["data"]["row_tokens"]
-    assert (row_tokens, config["corpus"]["held_out_share"]) == (64, 0.05)
+    assert (row_tokens, config["corpus"]["held_out_share"]) == (64, 0.2)
     assert config["tau"]["context_tokens"] == [row_tokens // 4, row_tokens // 2]
     assert run.asked["data.row_tokens"] == 256
     assert len(found.train) >= config["data"]["batch_size"] == found.batch_size
