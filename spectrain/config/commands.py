@@ -196,7 +196,7 @@ class Activations(Built):
     kind: str = "activations"
     target: Target = group(Target)
     corpus: Corpus = group(Corpus)
-    layers: Any = option(None, "blocks whose inputs are kept, such as [6,7]; null: the last two")
+    layers: Any = option(None, "blocks whose inputs are kept, such as [6,7]; null: the last two; quarter: of all")
     row_tokens: int = option(1024, "L, of a row of packed text", least=2)
     document_mask: bool = option(False, "true: documents that are packed into a row do not see each other")
     dtype: str = option(

@@ -126,7 +126,9 @@ class Spire:
     kind: str = "spire"
     experiment: dict[str, Any] = always({"_target_": "spectrain.training.spire.SpireExperiment"})
     max_steps: int = option(380, "optimizer steps; about 8 minutes on two cores", least=1)
-    n_layer: int = option(2, "the target's last blocks that the drafter starts from [2 of 8]", least=1)
+    n_layer: int | str = option(
+        2, "the target's last blocks that the drafter starts from; quarter: of all [2 of 8]", least=1, one_of=("quarter",)
+    )
     k: int = option(4, "drafted tokens per rollout [4]", least=1)
     window_tokens: int = option(64, "positions that are seen: t-63 to t [64]", least=1)
     sink_tokens: int = option(1, "first positions of the text, always seen [1]", least=0)
