@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import takewhile
 from pathlib import Path
 
+from omegaconf import OmegaConf
 from transformers import PreTrainedTokenizerBase
 
+from spectrain.config import conf_dir
 from spectrain.decoding.text import chat_ids
 from spectrain.errors import UserError, check_whole
 from spectrain.stores.chats import Broken, Row, Tally, clean
@@ -32,6 +34,9 @@ class Question:
 def read_prompts(path: str | Path, limit: int | None = None) -> list[Question]:
     """Read the first `limit` questions of a file, a folder, or a dataset of the hub (`owner/name` or with `:split`).
 
+    With the name of a file of conf/formats/ and a colon before the path, such as `gsm8k_8shot:test.jsonl`, the first
+    turn of each question is put into that file's template.
+
     Of a conversation the user's turns are asked, up to the first one that a tool's answer leads to. A line of the log
     says what was left out.
 
@@ -40,8 +45,9 @@ def read_prompts(path: str | Path, limit: int | None = None) -> list[Question]:
     """
     if limit is not None:
         check_whole("limit", limit, 1)
+    template, path = _template_of(str(path))
     is_here = Path(path).expanduser().exists()
-    name, _, split = (str(Path(path).expanduser()), "", "") if is_here else str(path).partition(":")
+    name, _, split = (str(Path(path).expanduser()), "", "") if is_here else path.partition(":")
     questions: dict[str, Question] = {}
     tally = Tally(str(path))
     for where, row, columns in source_rows(name, (), split or "train", None, tally, "prompts"):
@@ -60,7 +66,8 @@ def read_prompts(path: str | Path, limit: int | None = None) -> list[Question]:
         if question.id in questions:
             raise UserError(f"{where} repeats the id {question.id!r} of an earlier row; give each question its own")
         tally.take(row)
-        questions[question.id] = question
+        turns = (template.replace("{}", question.turns[0]), *question.turns[1:])
+        questions[question.id] = replace(question, turns=turns)
         if len(questions) == limit:
             break
     tally.check()
@@ -69,6 +76,17 @@ def read_prompts(path: str | Path, limit: int | None = None) -> list[Question]:
     if tally.skipped or tally.n_broken:
         log.warning(tally.say())
     return list(questions.values())
+
+
+def _template_of(path: str) -> tuple[str, str]:
+    """Return the template of questions, in which {} stands for their text, and the path without the template's name."""
+    name, _, rest = path.partition(":")
+    file = conf_dir() / "formats" / f"{name}.yaml"
+    if Path(path).expanduser().exists() or "/" in name or not file.is_file():
+        return "{}", path
+    if not rest:
+        raise UserError(f"prompts={path} is a format of questions; give prompts={name}:<file of questions>")
+    return OmegaConf.load(file).template, rest
 
 
 def _question(row: Row, columns: Mapping, row_id: str, stem: str) -> Question | None:
