@@ -136,8 +136,8 @@ class Bench(Artifacts, Built):
     peers: Any = option([], "Hugging Face's generation: hf_generate, hf_prompt_lookup, hf_assisted", several=True)
     prompts: str | None = option(
         None,
-        "questions or chats: a file, a folder, an id on the hub; gsm8k_8shot:<file>, summarize:<file>, code:<file>: asked "
-        "as in the papers; null: held-out stdlib modules",
+        "questions or chats: a file, a folder, an id on the hub; gsm8k_8shot:<file>, summarize:<file> and code:<file> "
+        "ask as papers do; null: held-out stdlib modules",
         path=True,
     )
     limit: int | None = option(None, "questions, from the start of the file; null: all (20 without prompts)", least=1)

@@ -50,7 +50,7 @@ def new_drafter(target: TargetModel, config: SpireConfig, init: str, kept: Tenso
         return drafter
     if config.input != "projected":
         drafter.embed_tokens.load_state_dict(model.model.embed_tokens.state_dict())
-    for block, layer in zip(drafter.blocks, config.target_layers, strict=True):
+    for block, layer in zip(drafter.blocks, last_layers(model, config.n_layer), strict=True):
         block.load_state_dict(block_state(model.model.layers[layer].state_dict()))
     drafter.norm.load_state_dict(model.model.norm.state_dict())
     if config.unembedding == "trained":

@@ -8,7 +8,6 @@ from dataclasses import dataclass, replace
 from itertools import takewhile
 from pathlib import Path
 
-from omegaconf import OmegaConf
 from transformers import PreTrainedTokenizerBase
 
 from spectrain.config import conf_dir
@@ -81,12 +80,12 @@ def read_prompts(path: str | Path, limit: int | None = None) -> list[Question]:
 def _template_of(path: str) -> tuple[str, str]:
     """Return the template of questions, in which {} stands for their text, and the path without the template's name."""
     name, _, rest = path.partition(":")
-    file = conf_dir() / "formats" / f"{name}.yaml"
+    file = conf_dir() / "formats" / f"{name}.txt"
     if Path(path).expanduser().exists() or "/" in name or not file.is_file():
         return "{}", path
     if not rest:
         raise UserError(f"prompts={path} is a format of questions; give prompts={name}:<file of questions>")
-    return OmegaConf.load(file).template, rest
+    return file.read_text().removesuffix("\n"), rest
 
 
 def _question(row: Row, columns: Mapping, row_id: str, stem: str) -> Question | None:

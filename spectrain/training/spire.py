@@ -13,7 +13,7 @@ from spectrain.config.fields import shown
 from spectrain.decoding import Drafter, TargetModel
 from spectrain.decoding.lean import shape_of
 from spectrain.decoding.loading import DTYPES
-from spectrain.decoding.target import Features
+from spectrain.decoding.target import FINAL, Features
 from spectrain.errors import UserError
 from spectrain.methods.spire import Spire
 from spectrain.models.artifacts import WEIGHTS, load_spire, read_manifest, save_spire
@@ -61,7 +61,7 @@ class SpireTraining(Training):
         if not self.fits_input:
             return
         fit, n_tokens = InputFit(self.drafter), 0
-        reading = self.target.with_capture(self.drafter.config.target_layers[:1])
+        reading = self.target.with_capture(last_layers(self.target.model, self.drafter.config.n_layer)[:1])
         for place in torch.randperm(len(rows), generator=torch.Generator().manual_seed(0)).tolist():
             batch = rows[[place]]
             tokens = batch.tokens.to(self.target.device)
@@ -136,6 +136,8 @@ class SpireExperiment(Experiment):
 
     def prepare(self) -> Parts:
         config = self.config
+        if config["memories"] != "blocks" and config["data"]["source"] == "offline":
+            raise UserError(f"memories={config['memories']} is an ablation that no store is made for; give data=online")
         data = self.data.drafter_rows(config, self.target, self.shape().block_layers)
         is_new, source = config["init"] in NEW, {}
         drafter = self.new(data.train) if is_new else self.trained_before()
@@ -165,7 +167,10 @@ class SpireExperiment(Experiment):
             raise UserError(
                 f"init={folder} has draft_vocab={shown(n_tokens)}, not {asked}; leave draft_vocab out{fewer}"
             )
-        found, wanted = ({**vars(one), "n_layer": one.n_layer} for one in (drafter.config, self.shape(drafter.kept)))
+        found, wanted = (
+            {**vars(one), "n_layer": one.n_layer, "memories": one.memories}
+            for one in (drafter.config, self.shape(drafter.kept))
+        )
         names = [name for name in found if found[name] != wanted[name] and name != "target_layers"]
         if names:
             options = " ".join(f"{name}={shown(found[name])}" for name in names)
@@ -183,7 +188,10 @@ class SpireExperiment(Experiment):
         options |= {"previous_state": reads_previous, "draft_vocab": None if kept is None else len(kept)}
         if config["input"] == "tied":
             options["unembedding"] = "trained"
-        return SpireConfig(shape_of(self.target.model), last_layers(self.target.model, config["n_layer"]), **options)
+        layers = last_layers(self.target.model, config["n_layer"])
+        of_all = {"final": FINAL, "embedding": 0}.get(config["memories"])
+        layers = layers if of_all is None else (of_all,) * len(layers)
+        return SpireConfig(shape_of(self.target.model), layers, **options)
 
     def model(self, weights: dict[str, Tensor]) -> SpireDrafter:
         """The drafter of a training's weights: float32 values of the dtype that it is exported in."""
