@@ -15,18 +15,19 @@ TABLE = """
 spire | train +exp=spire | n_layer=quarter k=4 window_tokens=64 sink_tokens=1 init=pruned input=tied unembedding=trained
 spire | train +exp=spire | previous_state=false draft_vocab=null feedback=true memories=blocks target_activations=true
 spire | train | kind=spire loss=mixed omega=0.5 data.row_tokens=1024 data.loss_on=all trainer.gradient_clip_val=1
-spire | train | optimizer.name=adamw optimizer.betas=[0.9,0.95] optimizer.weight_decay=0.1 tau.context_tokens=[256,512,960]
-spire | train | tau.new_tokens=64 tau.temperatures=[1]
+spire | train | optimizer.name=adamw optimizer.betas=[0.9,0.95] optimizer.weight_decay=0.1
+spire | train | tau.context_tokens=[256,512,960] tau.new_tokens=64 tau.temperatures=[1]
 spire | train +exp=vanilla | n_layer=null hidden_size=null optimizer.name=adamw data.row_tokens=1024 data.loss_on=all
 spire | activations | layers=quarter row_tokens=1024
 spire | generate | verification=token sampling.temperature=1 sampling.top_k=0 method.gamma=4 method.draft_vocab=null
-spire | bench | verification=token sampling.temperature=1 max_nodes=paper variants.spire.gamma=4 variants.magicdec.gamma=4
-spire | bench | variants.magicdec.sink_tokens=1 variants.magicdec.window_tokens=64 variants.magicdec.positions=cache
+spire | bench | verification=token sampling.temperature=1 max_nodes=paper variants.spire.gamma=4
+spire | bench | variants.magicdec.gamma=4 variants.magicdec.sink_tokens=1 variants.magicdec.window_tokens=64
+spire | bench | variants.magicdec.positions=cache
 specdecpp | responses | verification=token sampling.temperature=1 sampling.top_k=50 max_new_tokens=512
 specdecpp | acceptance | sampling.temperature=1 sampling.top_k=50 draws=1
 specdecpp | train | kind=specdecpp sampling.temperature=1 sampling.top_k=50 epochs=3 n_blocks=3 w_rej=6 w_acc=1
-specdecpp | train | mixing_share=0.15 held_out_share=0.2 data.batch_size=32 optimizer.lr=0.00005 optimizer.weight_decay=0
-specdecpp | train +exp=specdecpp | optimizer.schedule=cosine optimizer.warmup_share=0.03
+specdecpp | train | mixing_share=0.15 held_out_share=0.2 data.batch_size=32 optimizer.lr=0.00005
+specdecpp | train +exp=specdecpp | optimizer.weight_decay=0 optimizer.schedule=cosine optimizer.warmup_share=0.03
 specdecpp | generate | verification=token sampling.temperature=1 sampling.top_k=50 method.threshold=0.7
 specdecpp | generate | method.judge=current method.max_candidates=20 method.max_nodes=paper
 specdecpp | bench | verification=token sampling.temperature=1 sampling.top_k=50 variants.specdecpp.threshold=0.7
@@ -40,8 +41,8 @@ spectra | generate | method.pool_sequences=15 method.max_guesses=15 method.thres
 spectra | bench | sampling.temperature=0 max_new_tokens=1024 variants.spectra_core.threshold=0.9 max_nodes=paper
 sssd | datastore | keep=null
 sssd | responses | verification=token sampling.temperature=0 max_new_tokens=500
-sssd | generate | sampling.temperature=0 max_new_tokens=500 method.max_prefix=4 method.max_matches=100 method.max_nodes=paper
-sssd | bench | sampling.temperature=0 variants.sssd.max_prefix=4 variants.sssd_input.datastore_source=false max_nodes=paper
+sssd | generate | sampling.temperature=0 max_new_tokens=500 method.max_prefix=4 method.max_matches=100
+sssd | bench | variants.sssd.max_prefix=4 variants.sssd_input.datastore_source=false max_nodes=paper
 """
 TYPED = """
 train paper=spire k=8 +exp=spire optimizer.lr=0.1 | k=8 optimizer.lr=0.1 input=tied
@@ -55,9 +56,9 @@ bench paper=sssd method=sssd max_nodes=30 | method.max_prefix=4 max_nodes=30
 """
 REFUSED = """
 generate paper=unknown | paper=unknown is unknown; choose among logitspec, specdecpp, spectra, spire, sssd
-train +exp=spire paper=sssd | paper=sssd says nothing of train +exp=spire, only of datastore, responses, generate, bench; give
-train +exp=target paper=spire | paper=spire says nothing of train +exp=target, only of train +exp=spire, train +exp=vanilla,
-generate paper=spire method=pld,spire | method=pld,spire with paper= would need options of several methods; give one method
+train +exp=spire paper=sssd | paper=sssd says nothing of train +exp=spire, only of datastore, responses, generate, bench
+train +exp=target paper=spire | paper=spire says nothing of train +exp=target, only of train +exp=spire, train
+generate paper=spire method=pld,spire | method=pld,spire with paper=spire would need options of several methods;
 """
 
 

@@ -1,15 +1,15 @@
-"""Presets of papers: with `paper=spire` a command has the options of that paper (docs/papers.md).
+"""Presets of papers: `paper=spire` gives a command the options of that paper (docs/papers.md).
 
-A file of conf/papers/ has a section for each command that its paper says something of, under the name that is typed
-(`generate`, `train +exp=spire`). A section holds options. Where the name of a file is given for a group of files, such
-as `sampling: t1`, it is that file. `methods` holds the options of methods, wherever a command decodes with one.
+A file of conf/papers/ has a section of options for each command that its paper says something of, named as it is typed
+(`generate`, `train +exp=spire`), and `methods`, the options of methods wherever a command decodes with one. A text in
+place of a group of options, such as `sampling: t1`, is a file of that group.
 
 A preset stands between the defaults and the user: typed options, chosen files and ablations win over it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection
 from pathlib import Path
 
 from hydra.core.config_store import ConfigStore
@@ -17,71 +17,50 @@ from omegaconf import OmegaConf
 
 from spectrain.errors import UserError
 
-NO_SECTION = "methods"  # of a file, beside its sections
+
+def papers_of(folder: Path, command: str) -> dict[str, list[str]]:
+    """Return the sections for a command that each paper has, by its name."""
+    files = sorted(folder.glob("*.yaml"))
+    return {file.stem: [name for name in OmegaConf.load(file) if name.split()[0] == command] for file in files}
 
 
-def sections(folder: Path, command: str) -> dict[str, list[str]]:
-    """Return the sections that each paper has for a command, by the paper's name."""
-    return {
-        file.stem: [name for name in OmegaConf.load(file) if name.partition(" ")[0] == command]
-        for file in sorted(folder.glob("*.yaml"))
-    }
-
-
-def with_paper(arguments: Sequence[str], command: str, groups: Sequence[str], folder: Path) -> list[str]:
-    """Replace `paper=<name>` by a group that holds the preset, behind the experiment and before all ablations.
+def with_paper(arguments: list[str], command: str, groups: Collection[str], folder: Path) -> list[str]:
+    """Replace `paper=<name>` by a group of Hydra's, behind the experiment and before ablations.
 
     Args:
         arguments: as Hydra takes them.
         command: its name.
-        groups: the groups that it is composed from.
+        groups: that it is composed from.
         folder: of the papers.
 
     Raises:
-        UserError: the paper is unknown, or says nothing of this command.
+        UserError: the paper is unknown or says nothing of this command, or several methods are chosen.
     """
     chosen = {key.lstrip("+"): value for key, _, value in (one.partition("=") for one in arguments)}
-    if "paper" not in chosen:
-        return list(arguments)
-    others = [one for one in arguments if one.lstrip("+").partition("=")[0] != "paper"]
-    paper, found = chosen["paper"], sections(folder, command)
+    if (paper := chosen.pop("paper", None)) is None:
+        return arguments
+    arguments = [one for one in arguments if one.lstrip("+").partition("=")[0] != "paper"]
+    found, method = papers_of(folder, command), chosen.get("method")
     if paper not in found:
         raise UserError(f"paper={paper} is unknown; choose among {', '.join(found)}")
-    if found[paper] and "+exp=" in found[paper][0] and "exp" not in chosen:
-        others.insert(0, found[paper][0].partition(" ")[2])
-        chosen["exp"] = others[0].partition("=")[2]
-    asked = f"{command} +exp={chosen['exp']}" if "exp" in chosen else command
     file = OmegaConf.to_container(OmegaConf.load(folder / f"{paper}.yaml"))
+    methods = file.pop("methods")
+    if "exp" not in chosen and found[paper] and "+exp=" in found[paper][0]:
+        arguments = [found[paper][0].split()[1], *arguments]
+        chosen["exp"] = arguments[0].partition("=")[2]
+    asked = f"{command} +exp={chosen['exp']}" if "exp" in chosen else command
     if asked not in file:
-        known = ", ".join(name for name in file if name != NO_SECTION)
-        raise UserError(f"paper={paper} says nothing of {asked}, only of {known}; give one of these, or no paper")
-    node = preset(file[asked], file[NO_SECTION], chosen.get("method"), groups)
-    ConfigStore.instance().store(group="paper", name=paper, package="_global_", node=node)
-    place = 1 + next((number for number, one in enumerate(others) if one.startswith("+exp=")), -1)
-    return [*others[:place], f"+paper={paper}", *others[place:]]
-
-
-def preset(section: Mapping, methods: Mapping, method: str | None, groups: Sequence[str]) -> dict:
-    """Return a section as a group of Hydra's.
-
-    Args:
-        section: of a file.
-        methods: options by method.
-        method: that the user has chosen; None: the section's, or several, which a command names in `methods`.
-        groups: see `with_paper`.
-    """
-    node, defaults = dict(section), ["_self_"]
-    method = method or node.get("method")
-    for group in groups:
-        if isinstance(node.get(group), str):
-            defaults.append({f"override /{group}": node.pop(group)})
+        raise UserError(f"paper={paper} says nothing of {asked}, only of {', '.join(file)}; leave it out")
+    node, method = file[asked], method or file[asked].get("method")
     if method is not None and "," in method:
-        raise UserError(f"method={method} with paper= would need options of several methods; give one method")
+        raise UserError(f"method={method} with paper={paper} would need options of several methods; give one method")
+    files = [{f"override /{group}": node.pop(group)} for group in groups if isinstance(node.get(group), str)]
     if method is not None:
         node["method"] = methods.get(method, {})
-    elif "methods" in node:
+    elif "methods" in node:  # of bench, whose max_nodes is for all
         named = {name: {"method": name, **options} for name, options in methods.items()}
-        for options in named.values():
-            options.pop("max_nodes", None)  # the command has one for all
-        node["variants"] = {**named, **node.get("variants", {})}
-    return {"defaults": defaults, **node}
+        named = {name: {key: options[key] for key in options if key != "max_nodes"} for name, options in named.items()}
+        node["variants"] = named | node.get("variants", {})
+    ConfigStore.instance().store(paper, {"defaults": ["_self_", *files], **node}, "paper", "_global_")
+    place = next((number for number, one in enumerate(arguments, start=1) if one.startswith("+exp=")), 0)
+    return [*arguments[:place], f"+paper={paper}", *arguments[place:]]

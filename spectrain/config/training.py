@@ -127,10 +127,7 @@ class Spire:
     experiment: dict[str, Any] = always({"_target_": "spectrain.training.spire.SpireExperiment"})
     max_steps: int = option(380, "optimizer steps; about 8 minutes on two cores", least=1)
     n_layer: int | str = option(
-        2,
-        "the target's last blocks that the drafter starts from; quarter: of all [2 of 8]",
-        least=1,
-        one_of=("quarter",),
+        2, "the target's last blocks that the drafter starts from [quarter: of all]", least=1, one_of=("quarter",)
     )
     k: int = option(4, "drafted tokens per rollout [4]", least=1)
     window_tokens: int = option(64, "positions that are seen: t-63 to t [64]", least=1)

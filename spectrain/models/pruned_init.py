@@ -28,9 +28,10 @@ FIT_TOKENS = 24_000
 RIDGE = 1e-2  # penalty of a weight, as a share of its input's sum of squares
 
 
-def last_layers(target: PreTrainedModel, n_layer: int) -> tuple[int, ...]:
-    """Return the indices of the target's last `n_layer` blocks. Raise UserError if it has fewer."""
+def last_layers(target: PreTrainedModel, n_layer: int | str) -> tuple[int, ...]:
+    """Return the indices of the target's last `n_layer` blocks, or "quarter". Raise UserError if it has fewer."""
     n_target = target.config.num_hidden_layers
+    n_layer = max(1, n_target // 4) if n_layer == "quarter" else n_layer
     if not 1 <= n_layer <= n_target:
         raise UserError(f"n_layer={n_layer} must be 1..{n_target}, the number of the target's blocks")
     return tuple(range(n_target - n_layer, n_target))

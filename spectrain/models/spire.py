@@ -78,15 +78,6 @@ class SpireConfig:
         return len(self.target_layers)
 
     @property
-    def memories(self) -> str:
-        """What the memories of context tokens are: blocks (their inputs), final (states) or embedding.
-
-        The paper found the last two worse (section 3.3).
-        """
-        first = self.target_layers[0]
-        return "final" if first == FINAL else "embedding" if self.target_layers == (0,) * self.n_layer else "blocks"
-
-    @property
     def block_layers(self) -> tuple[int, ...]:
         """Blocks of the target whose inputs the drafter reads."""
         return self.target_layers if self.target_activations else ()

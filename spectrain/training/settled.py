@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 
 import torch
-from transformers import AutoConfig, PretrainedConfig
+from transformers import AutoConfig
 
 from spectrain.config.commands import Target
 from spectrain.config.training import Train
@@ -19,7 +19,6 @@ from spectrain.models.packages import target_path
 from spectrain.training.strategies import precision_of, uses_gpu
 
 BATCH_ROWS = 4
-QUARTER = "quarter"  # of the target's blocks, as in the SPIRe paper (section 3.2)
 
 
 def settle(options: object) -> None:
@@ -28,10 +27,6 @@ def settle(options: object) -> None:
     if trains:
         _settle_training(options)
     target = getattr(options, "target", None)
-    if trains and options.own.get("n_layer") == QUARTER:
-        options.own["n_layer"] = len(_last_quarter(target.path))
-    elif getattr(options, "layers", None) == QUARTER:
-        options.layers = _last_quarter(target.path)
     if isinstance(target, Target) and target.dtype == "auto":
         on_gpu = uses_gpu(options.trainer["accelerator"]) if trains else torch.cuda.is_available()
         target.dtype = _checkpoint_dtype(target.path) if on_gpu and target.device != "cpu" else "float32"
@@ -57,20 +52,10 @@ def _n_ranks(trainer: dict) -> int:
     return max(1, n_devices) * trainer.get("num_nodes", 1)
 
 
-def _last_quarter(path: str) -> list[int]:
-    """Return the numbers of the last quarter of a target's blocks, of at least one."""
-    n_layer = getattr(_config(path), "num_hidden_layers", 1)
-    return list(range(n_layer - max(1, n_layer // 4), n_layer))
-
-
 def _checkpoint_dtype(path: str) -> str:
     """Return the dtype that a target's config names, float32 where it names none that we compute in."""
-    found = getattr(_config(path), "dtype", None)
-    return next((name for name, dtype in DTYPES.items() if dtype == found), "float32")
-
-
-def _config(path: str) -> PretrainedConfig | None:
     try:
-        return AutoConfig.from_pretrained(target_path(path))
+        found = getattr(AutoConfig.from_pretrained(target_path(path)), "dtype", None)
     except (OSError, ValueError, UserError):  # loading the target will say what is wrong
-        return None
+        return "float32"
+    return next((name for name, dtype in DTYPES.items() if dtype == found), "float32")

@@ -167,14 +167,13 @@ class SpireExperiment(Experiment):
             raise UserError(
                 f"init={folder} has draft_vocab={shown(n_tokens)}, not {asked}; leave draft_vocab out{fewer}"
             )
-        found, wanted = (
-            {**vars(one), "n_layer": one.n_layer, "memories": one.memories}
-            for one in (drafter.config, self.shape(drafter.kept))
-        )
+        found, wanted = ({**vars(one), "n_layer": one.n_layer} for one in (drafter.config, self.shape(drafter.kept)))
         names = [name for name in found if found[name] != wanted[name] and name != "target_layers"]
         if names:
             options = " ".join(f"{name}={shown(found[name])}" for name in names)
             raise UserError(f"init={folder} has other options; give {options}")
+        if found["target_layers"] != wanted["target_layers"]:
+            raise UserError(f"init={folder} was trained with other memories; give the same option memories=")
         return drafter
 
     def shape(self, kept: Tensor | None = None) -> SpireConfig:
@@ -189,8 +188,8 @@ class SpireExperiment(Experiment):
         if config["input"] == "tied":
             options["unembedding"] = "trained"
         layers = last_layers(self.target.model, config["n_layer"])
-        of_all = {"final": FINAL, "embedding": 0}.get(config["memories"])
-        layers = layers if of_all is None else (of_all,) * len(layers)
+        if config["memories"] != "blocks":
+            layers = len(layers) * (FINAL if config["memories"] == "final" else 0,)
         return SpireConfig(shape_of(self.target.model), layers, **options)
 
     def model(self, weights: dict[str, Tensor]) -> SpireDrafter:
