@@ -121,7 +121,7 @@ def show_help(module: str, name: str, arguments: Sequence[str]) -> None:
         files = sorted(file.stem for file in (conf_dir() / group).glob("*.yaml"))
         known = [file for of, file in config.GROUPS if of == group]
         console.print(f"{group}={'|'.join(dict.fromkeys([*known, *files]))}", soft_wrap=True)
-    if of_papers := [paper for paper, found in papers.papers_of(conf_dir() / "papers", name).items() if found]:
+    if of_papers := [paper for paper, found in papers.papers_of(name).items() if found]:
         console.print(f"paper={'|'.join(of_papers)}: as in the paper (docs/papers.md)", soft_wrap=True)
     console.print("-m runs a sweep over name=value1,value2; --cfg job prints all values")
 
@@ -159,7 +159,7 @@ def expand_shorthands(arguments: Sequence[str], name: str) -> list[str]:
             if key.startswith("sampling.") and "sampling" in groups:
                 argument = f"++{argument}"  # where no sampling is chosen, one option of it may be given all the same
         expanded.append(argument)
-    return papers.with_paper(expanded, name, groups, conf_dir() / "papers")
+    return papers.with_paper(expanded, name)
 
 
 def is_group(name: str) -> bool:

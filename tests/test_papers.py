@@ -1,6 +1,8 @@
-"""`paper=`: what each preset sets, against the papers' values written by hand, and what wins over it."""
+"""`paper=`: what each preset sets, against the papers' values in papers.txt, and what wins over it."""
 
 from __future__ import annotations
+
+from pathlib import Path
 
 import pytest
 import yaml
@@ -11,39 +13,7 @@ from spectrain.config import options_of
 from spectrain.errors import UserError
 from spectrain.methods.registry import method_configs
 
-TABLE = """
-spire | train +exp=spire | n_layer=quarter k=4 window_tokens=64 sink_tokens=1 init=pruned input=tied unembedding=trained
-spire | train +exp=spire | previous_state=false draft_vocab=null feedback=true memories=blocks target_activations=true
-spire | train | kind=spire loss=mixed omega=0.5 data.row_tokens=1024 data.loss_on=all trainer.gradient_clip_val=1
-spire | train | optimizer.name=adamw optimizer.betas=[0.9,0.95] optimizer.weight_decay=0.1
-spire | train | tau.context_tokens=[256,512,960] tau.new_tokens=64 tau.temperatures=[1]
-spire | train +exp=vanilla | n_layer=null hidden_size=null optimizer.name=adamw data.row_tokens=1024 data.loss_on=all
-spire | activations | layers=quarter row_tokens=1024
-spire | generate | verification=token sampling.temperature=1 sampling.top_k=0 method.gamma=4 method.draft_vocab=null
-spire | bench | verification=token sampling.temperature=1 max_nodes=paper variants.spire.gamma=4
-spire | bench | variants.magicdec.gamma=4 variants.magicdec.sink_tokens=1 variants.magicdec.window_tokens=64
-spire | bench | variants.magicdec.positions=cache
-specdecpp | responses | verification=token sampling.temperature=1 sampling.top_k=50 max_new_tokens=512
-specdecpp | acceptance | sampling.temperature=1 sampling.top_k=50 draws=1
-specdecpp | train | kind=specdecpp sampling.temperature=1 sampling.top_k=50 epochs=3 n_blocks=3 w_rej=6 w_acc=1
-specdecpp | train | mixing_share=0.15 held_out_share=0.2 data.batch_size=32 optimizer.lr=0.00005
-specdecpp | train +exp=specdecpp | optimizer.weight_decay=0 optimizer.schedule=cosine optimizer.warmup_share=0.03
-specdecpp | generate | verification=token sampling.temperature=1 sampling.top_k=50 method.threshold=0.7
-specdecpp | generate | method.judge=current method.max_candidates=20 method.max_nodes=paper
-specdecpp | bench | verification=token sampling.temperature=1 sampling.top_k=50 variants.specdecpp.threshold=0.7
-specdecpp | bench | variants.speculative_2.gamma=2 variants.speculative_14.gamma=14 max_nodes=paper
-logitspec | generate | verification=token sampling.temperature=0 max_new_tokens=1024 method.max_ngram=3
-logitspec | generate | method.continuation_tokens=20 method.input_tokens=20 method.max_nodes=paper
-logitspec | bench | sampling.temperature=0 max_new_tokens=1024 max_nodes=paper batch_size=1
-spectra | datastore | keep=100000 perplexity_filter=true
-spectra | generate | verification=token sampling.temperature=0 max_new_tokens=1024 seed=0 method.ngram_tokens=5
-spectra | generate | method.pool_sequences=15 method.max_guesses=15 method.threshold=0.9 method.pool_from_output=false
-spectra | bench | sampling.temperature=0 max_new_tokens=1024 variants.spectra_core.threshold=0.9 max_nodes=paper
-sssd | datastore | keep=null
-sssd | responses | verification=token sampling.temperature=0 max_new_tokens=500
-sssd | generate | sampling.temperature=0 max_new_tokens=500 method.max_prefix=4 method.max_matches=100
-sssd | bench | variants.sssd.max_prefix=4 variants.sssd_input.datastore_source=false max_nodes=paper
-"""
+TABLE = (Path(__file__).parent / "papers.txt").read_text()  # paper | command | values, written by hand
 TYPED = """
 train paper=spire k=8 +exp=spire optimizer.lr=0.1 | k=8 optimizer.lr=0.1 input=tied
 train +exp=spire +ablation=omega_025 paper=spire | omega=0.25 loss=mixed n_layer=quarter

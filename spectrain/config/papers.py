@@ -9,58 +9,50 @@ A preset stands between the defaults and the user: typed options, chosen files a
 
 from __future__ import annotations
 
-from collections.abc import Collection
-from pathlib import Path
-
 from hydra.core.config_store import ConfigStore
 from omegaconf import OmegaConf
 
+from spectrain.config import COMMANDS, conf_dir
 from spectrain.errors import UserError
 
 
-def papers_of(folder: Path, command: str) -> dict[str, list[str]]:
+def papers_of(command: str) -> dict[str, list[str]]:
     """Return the sections for a command that each paper has, by its name."""
-    files = sorted(folder.glob("*.yaml"))
+    files = sorted((conf_dir() / "papers").glob("*.yaml"))
     return {file.stem: [name for name in OmegaConf.load(file) if name.split()[0] == command] for file in files}
 
 
-def with_paper(arguments: list[str], command: str, groups: Collection[str], folder: Path) -> list[str]:
-    """Replace `paper=<name>` by a group of Hydra's, behind the experiment and before ablations.
-
-    Args:
-        arguments: as Hydra takes them.
-        command: its name.
-        groups: that it is composed from.
-        folder: of the papers.
+def with_paper(arguments: list[str], command: str) -> list[str]:
+    """Replace `paper=<name>` in arguments by a group of Hydra's, behind the experiment and before ablations.
 
     Raises:
         UserError: the paper is unknown or says nothing of this command, or several methods are chosen.
     """
     chosen = {key.lstrip("+"): value for key, _, value in (one.partition("=") for one in arguments)}
-    if (paper := chosen.pop("paper", None)) is None:
+    if (paper := chosen.get("paper")) is None:
         return arguments
     arguments = [one for one in arguments if one.lstrip("+").partition("=")[0] != "paper"]
-    found, method = papers_of(folder, command), chosen.get("method")
-    if paper not in found:
+    if paper not in (found := papers_of(command)):
         raise UserError(f"paper={paper} is unknown; choose among {', '.join(found)}")
-    file = OmegaConf.to_container(OmegaConf.load(folder / f"{paper}.yaml"))
-    methods = file.pop("methods")
-    if "exp" not in chosen and found[paper] and "+exp=" in found[paper][0]:
-        arguments = [found[paper][0].split()[1], *arguments]
-        chosen["exp"] = arguments[0].partition("=")[2]
-    asked = f"{command} +exp={chosen['exp']}" if "exp" in chosen else command
+    file = OmegaConf.to_container(OmegaConf.load(conf_dir() / "papers" / f"{paper}.yaml"))
+    methods, asked = file.pop("methods"), f"{command} +exp={chosen['exp']}" if "exp" in chosen else command
+    if command == "train" and asked == command and found[paper]:
+        asked = found[paper][0]
+        arguments.insert(0, asked.split()[1])
     if asked not in file:
         raise UserError(f"paper={paper} says nothing of {asked}, only of {', '.join(file)}; leave it out")
-    node, method = file[asked], method or file[asked].get("method")
+    node, method = file[asked], chosen.get("method", file[asked].get("method"))
     if method is not None and "," in method:
         raise UserError(f"method={method} with paper={paper} would need options of several methods; give one method")
-    files = [{f"override /{group}": node.pop(group)} for group in groups if isinstance(node.get(group), str)]
+    texts = [group for group in COMMANDS[command][1] if isinstance(node.get(group), str)]
+    defaults = ["_self_", *({f"override /{group}": node.pop(group)} for group in texts)]
     if method is not None:
         node["method"] = methods.get(method, {})
-    elif "methods" in node:  # of bench, whose max_nodes is for all
-        named = {name: {"method": name, **options} for name, options in methods.items()}
-        named = {name: {key: options[key] for key in options if key != "max_nodes"} for name, options in named.items()}
-        node["variants"] = named | node.get("variants", {})
-    ConfigStore.instance().store(paper, {"defaults": ["_self_", *files], **node}, "paper", "_global_")
+    elif "methods" in node:  # of bench, where max_nodes is for all
+        own = {name: {"method": name, **options} for name, options in methods.items()}
+        node["variants"] = own | node.get("variants", {})
+        for options in own.values():
+            options.pop("max_nodes", None)
+    ConfigStore.instance().store(paper, {"defaults": defaults, **node}, "paper", "_global_")
     place = next((number for number, one in enumerate(arguments, start=1) if one.startswith("+exp=")), 0)
     return [*arguments[:place], f"+paper={paper}", *arguments[place:]]

@@ -155,11 +155,7 @@ class Spire:
     feedback: bool | str = option(
         True, "memories of drafted tokens mix all layers [true]; shared: alike for all blocks", one_of=("shared",)
     )
-    memories: str = option(
-        "blocks",
-        "of context tokens: the inputs of the target's blocks [blocks], its final states, or its embedding",
-        one_of=("blocks", "final", "embedding"),
-    )
+    memories: str = option("blocks", "the target's states of context [blocks]", one_of=("blocks", "final", "embedding"))
     target_activations: bool = option(
         True, "memories of context tokens are the target's activations [true]; false needs feedback=false"
     )

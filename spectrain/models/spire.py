@@ -48,8 +48,9 @@ class SpireConfig:
     k: int = 4  # draft tokens of a training rollout, and the default draft length
     window_tokens: int = 64  # a query at t sees positions t - window + 1 .. t
     sink_tokens: int = 1  # first positions of the text, always seen
-    # Memories of drafted tokens mix all layers; "shared": one mix for all blocks; False: each block's own input.
-    feedback: bool | str = True
+    feedback: bool | str = (
+        True  # memories of drafted tokens mix all layers, "shared": alike; False: a block's own input
+    )
     target_activations: bool = True  # memories of context tokens are the target's; False: the drafter reads the context
     # Input of the first block. projected: W e(token), with the target's embedding e. trained: a table of its own. tied:
     # a table of its own, which is also the unembedding if the target has one table for both.

@@ -33,11 +33,8 @@ class Question:
 def read_prompts(path: str | Path, limit: int | None = None) -> list[Question]:
     """Read the first `limit` questions of a file, a folder, or a dataset of the hub (`owner/name` or with `:split`).
 
-    With the name of a file of conf/formats/ and a colon before the path, such as `gsm8k_8shot:test.jsonl`, the first
-    turn of each question is put into that file's template.
-
-    Of a conversation the user's turns are asked, up to the first one that a tool's answer leads to. A line of the log
-    says what was left out.
+    Of a conversation the user's turns are asked, up to the first one that a tool's answer leads to. In
+    `gsm8k_8shot:<file>` each first turn is put into a template of conf/formats/. The log says what was left out.
 
     Raises:
         UserError: there is nothing at the path, too many rows cannot be read, or two have the same id.
@@ -65,8 +62,8 @@ def read_prompts(path: str | Path, limit: int | None = None) -> list[Question]:
         if question.id in questions:
             raise UserError(f"{where} repeats the id {question.id!r} of an earlier row; give each question its own")
         tally.take(row)
-        turns = (template.replace("{}", question.turns[0]), *question.turns[1:])
-        questions[question.id] = replace(question, turns=turns)
+        first, *later = question.turns
+        questions[question.id] = replace(question, turns=(template.replace("{}", first), *later))
         if len(questions) == limit:
             break
     tally.check()
@@ -78,7 +75,7 @@ def read_prompts(path: str | Path, limit: int | None = None) -> list[Question]:
 
 
 def _template_of(path: str) -> tuple[str, str]:
-    """Return the template of questions, in which {} stands for their text, and the path without the template's name."""
+    """Return the template that a path begins with, in which {} stands for a question, and the path behind it."""
     name, _, rest = path.partition(":")
     file = conf_dir() / "formats" / f"{name}.txt"
     if Path(path).expanduser().exists() or "/" in name or not file.is_file():
