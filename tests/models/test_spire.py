@@ -168,6 +168,12 @@ def test_first_step_of_a_pruned_drafter_equals_the_target_s_own_modules(biases):
     torch.testing.assert_close(drafter.lm_head(hidden[0, root]), expected, **TOLERANCE)
 
 
+def test_a_drafter_with_other_memories_has_the_target_s_last_blocks_too():
+    (_, usual), (_, other) = make(), make(target_layers=(FINAL, FINAL))
+    blocks = zip(usual.blocks.state_dict().values(), other.blocks.state_dict().values(), strict=True)
+    assert all(torch.equal(one, same) for one, same in blocks)
+
+
 @pytest.mark.parametrize("options", [{}, PREVIOUS], ids=str)
 def test_target_s_activation_of_the_root_does_not_leak(options):
     target, drafter = make(**options)
