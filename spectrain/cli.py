@@ -130,7 +130,7 @@ def expand_shorthands(arguments: Sequence[str], name: str) -> list[str]:
     """Rewrite `target=X` to `target.path=X` where X is no file of the group, and put paths and texts in quotes.
 
     `method=<exported folder>` becomes the method that decodes with it, and its options. They stand first, so that other
-    arguments can change them. `name` is the command's.
+    arguments can change them. `paper=` becomes a preset (`config.papers`). `name` is the command's.
 
     Raises:
         UserError: an argument has no name, or would remove an option.
