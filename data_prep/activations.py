@@ -28,6 +28,7 @@ from spectrain.config import plain
 from spectrain.config.commands import Activations
 from spectrain.decoding import TargetModel
 from spectrain.errors import UserError
+from spectrain.models.pruned_init import last_layers
 from spectrain.stores.features import ACTIVATIONS
 from spectrain.stores.packing import Packed
 from spectrain.stores.row_cache import corpus_rows
@@ -62,6 +63,8 @@ def capturing_target(options: Activations, target: TargetModel) -> TargetModel:
     """Return the target with the layers of the config captured; UserError where `layers` are no blocks of it."""
     if options.layers is None:
         return target.with_capture(range(max(0, target.n_layer - DEFAULT_LAYERS), target.n_layer))
+    if options.layers == "quarter":
+        return target.with_capture(last_layers(target.model, "quarter"))
     layers = options.layers if isinstance(options.layers, list) else [options.layers]
     is_block = [isinstance(one, int) and not isinstance(one, bool) and 0 <= one < target.n_layer for one in layers]
     if not layers or not all(is_block) or layers != sorted(set(layers)):

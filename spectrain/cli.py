@@ -37,7 +37,7 @@ from rich.console import Console
 from rich.table import Table
 
 from spectrain import config
-from spectrain.config import COMMANDS, conf_dir
+from spectrain.config import COMMANDS, conf_dir, papers
 from spectrain.errors import AllRanksError, FinishedRun, UserError
 from spectrain.stores.files import naming_a_full_disk
 from spectrain.stores.signals import EXIT_CODES, SIGNALS, Terminated
@@ -121,6 +121,8 @@ def show_help(module: str, name: str, arguments: Sequence[str]) -> None:
         files = sorted(file.stem for file in (conf_dir() / group).glob("*.yaml"))
         known = [file for of, file in config.GROUPS if of == group]
         console.print(f"{group}={'|'.join(dict.fromkeys([*known, *files]))}", soft_wrap=True)
+    if of_papers := [paper for paper, found in papers.papers_of(name).items() if found]:
+        console.print(f"paper={'|'.join(of_papers)}: as in the paper (docs/papers.md)", soft_wrap=True)
     console.print("-m runs a sweep over name=value1,value2; --cfg job prints all values")
 
 
@@ -128,7 +130,7 @@ def expand_shorthands(arguments: Sequence[str], name: str) -> list[str]:
     """Rewrite `target=X` to `target.path=X` where X is no file of the group, and put paths and texts in quotes.
 
     `method=<exported folder>` becomes the method that decodes with it, and its options. They stand first, so that other
-    arguments can change them. `name` is the command's.
+    arguments can change them. `paper=` becomes a preset (`config.papers`). `name` is the command's.
 
     Raises:
         UserError: an argument has no name, or would remove an option.
@@ -159,7 +161,8 @@ def expand_shorthands(arguments: Sequence[str], name: str) -> list[str]:
             if key.startswith("sampling.") and "sampling" in groups:
                 argument = f"++{argument}"  # where no sampling is chosen, one option of it may be given all the same
         expanded.append(argument)
-    return sorted(expanded, key=lambda one: not one.startswith("+exp="))  # what else is chosen changes its options
+    first = sorted(expanded, key=lambda one: not one.startswith("+exp="))  # what else is chosen changes its options
+    return papers.with_paper(first, name)
 
 
 def is_group(name: str) -> bool:

@@ -135,7 +135,10 @@ class Bench(Artifacts, Built):
     variants: dict[str, Any] = group(dict)
     peers: Any = option([], "Hugging Face's generation: hf_generate, hf_prompt_lookup, hf_assisted", several=True)
     prompts: str | None = option(
-        None, "questions or chats: a file, a folder, an id on the hub; null: held-out stdlib modules", path=True
+        None,
+        "questions or chats: a file, a folder, an id on the hub; gsm8k_8shot:<file>, summarize:<file> and code:<file> "
+        "ask as papers do; null: held-out stdlib modules",
+        path=True,
     )
     limit: int | None = option(None, "questions, from the start of the file; null: all (20 without prompts)", least=1)
     chat: bool | str = CHAT
@@ -196,7 +199,7 @@ class Activations(Built):
     kind: str = "activations"
     target: Target = group(Target)
     corpus: Corpus = group(Corpus)
-    layers: Any = option(None, "blocks whose inputs are kept, such as [6,7]; null: the last two")
+    layers: Any = option(None, "blocks whose inputs are kept, such as [6,7]; null: the last two; quarter: of all")
     row_tokens: int = option(1024, "L, of a row of packed text", least=2)
     document_mask: bool = option(False, "true: documents that are packed into a row do not see each other")
     dtype: str = option(

@@ -150,10 +150,10 @@ class Spire:
     )
     n_layer: int | str = option(
         2,
-        "the target's last blocks that the drafter starts from [a quarter of the blocks]; auto: of 1, 2, 3, 4 and a "
-        "quarter what decodes `workload` the fastest, by the throughput model",
+        "the target's last blocks that the drafter starts from [quarter: of all]; auto: of 1, 2, 3, 4 and a quarter "
+        "what decodes `workload` the fastest, by the throughput model",
         least=1,
-        one_of=("auto",),
+        one_of=("auto", "quarter"),
     )
     k: int = option(4, "drafted tokens per rollout [4]", least=1)
     window_tokens: int = option(64, "positions that are seen: t-63 to t [64]", least=1)
@@ -178,7 +178,10 @@ class Spire:
         least=1,
         one_of=("auto",),
     )
-    feedback: bool = option(True, "memories of drafted tokens mix all layers [true]")
+    feedback: bool | str = option(
+        True, "memories of drafted tokens mix all layers [true]; shared: alike for all blocks", one_of=("shared",)
+    )
+    memories: str = option("blocks", "the target's states of context [blocks]", one_of=("blocks", "final", "embedding"))
     target_activations: bool = option(
         True, "memories of context tokens are the target's activations [true]; false needs feedback=false"
     )

@@ -268,7 +268,7 @@ def speedup_by_depth(config: Mapping, hardware: Hardware) -> dict[int, tuple[np.
         hardware: that decodes.
     """
     target, asked = shape_of_model(config["target"]["path"]), config["n_layer"]
-    wanted = {1, 2, 3, 4, target.n_layer // 4, 1 if asked == "auto" else asked}
+    wanted = {1, 2, 3, 4, target.n_layer // 4, asked if isinstance(asked, int) else 1}
     cache, found = SparseCache(config["sink_tokens"], config["window_tokens"]), {}
     for n_layer in sorted(n for n in wanted if 1 <= n <= target.n_layer):
         shape = target.with_layers(n_layer)

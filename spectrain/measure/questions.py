@@ -30,7 +30,8 @@ def read_questions(prompts: str | None, limit: int | None) -> list[Question]:
 
 def name_of(prompts: str | None) -> str:
     """Return the name of the questions of `read_questions` in results."""
-    return Path(prompts).name if prompts else "held-out modules of the Python standard library"
+    form, colon, path = (prompts or "").rpartition(":")
+    return f"{form}{colon}{Path(path).name}" if prompts else "held-out modules of the Python standard library"
 
 
 def digest(questions: Sequence[Question]) -> str:

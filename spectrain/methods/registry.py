@@ -99,6 +99,9 @@ def method_configs(command: Bench, reserved: Collection[str] = ()) -> dict[str, 
             base, exported = decoded_by(Path(name))
         if base not in files:
             raise UserError(f"variants.{name} has method={base}, which is unknown; choose among {', '.join(files)}")
+        own = dict(command.variants.get(base) or {})  # of a changed method, on which other variants stand
+        if own.pop("method", base) == base:
+            changes = own | changes
         options = method_config(base, command.max_nodes)
         check_options(build_function(options), changes, base, f"variants.{name}.")
         found[name] = OmegaConf.merge(options, changes, exported)

@@ -189,7 +189,7 @@ class StepProgram(DecoderProgram):
         self.norm(self.x, added, drafter.norm.weight, self.final)
         if config.feedback and not is_last:
             mixed = self.floats(m, d)
-            shares = drafter.feedback_weight.softmax(-1).float()
+            shares = drafter.feedback_shares().float()
             for block, store, weights in zip(drafter.blocks, slots.stores, shares, strict=True):
                 self.mix(self.states, weights.contiguous(), mixed)
                 self.norm(mixed, None, block.input_norm.weight, self.normed)

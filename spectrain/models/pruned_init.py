@@ -28,9 +28,10 @@ FIT_TOKENS = 24_000
 RIDGE = 1e-2  # penalty of a weight, as a share of its input's sum of squares
 
 
-def last_layers(target: PreTrainedModel, n_layer: int) -> tuple[int, ...]:
-    """Return the indices of the target's last `n_layer` blocks. Raise UserError if it has fewer."""
+def last_layers(target: PreTrainedModel, n_layer: int | str) -> tuple[int, ...]:
+    """Return the indices of the target's last `n_layer` blocks, or "quarter". Raise UserError if it has fewer."""
     n_target = target.config.num_hidden_layers
+    n_layer = max(1, n_target // 4) if n_layer == "quarter" else n_layer
     if not 1 <= n_layer <= n_target:
         raise UserError(f"n_layer={n_layer} must be 1..{n_target}, the number of the target's blocks")
     return tuple(range(n_target - n_layer, n_target))
@@ -50,7 +51,7 @@ def new_drafter(target: TargetModel, config: SpireConfig, init: str, kept: Tenso
         return drafter
     if config.input != "projected":
         drafter.embed_tokens.load_state_dict(model.model.embed_tokens.state_dict())
-    for block, layer in zip(drafter.blocks, config.target_layers, strict=True):
+    for block, layer in zip(drafter.blocks, last_layers(model, config.n_layer), strict=True):
         block.load_state_dict(block_state(model.model.layers[layer].state_dict()))
     drafter.norm.load_state_dict(model.model.norm.state_dict())
     if config.unembedding == "trained":

@@ -44,11 +44,13 @@ class SpireConfig:
     """The options of a drafter, saved as `config.json` beside its weights. The defaults are the paper's."""
 
     shape: LlamaShape  # of the target
-    target_layers: tuple[int, ...]  # of the target, one for each draft block; their inputs are the memories
+    target_layers: tuple[int, ...]  # of the target, whose inputs are the memories of each draft block; or FINAL
     k: int = 4  # draft tokens of a training rollout, and the default draft length
     window_tokens: int = 64  # a query at t sees positions t - window + 1 .. t
     sink_tokens: int = 1  # first positions of the text, always seen
-    feedback: bool = True  # memories of drafted tokens mix all layers; False: each block's own input
+    feedback: bool | str = (
+        True  # memories of drafted tokens mix all layers, "shared": alike; False: a block's own input
+    )
     target_activations: bool = True  # memories of context tokens are the target's; False: the drafter reads the context
     # Input of the first block. projected: W e(token), with the target's embedding e. trained: a table of its own. tied:
     # a table of its own, which is also the unembedding if the target has one table for both.
@@ -155,6 +157,7 @@ class SpireDrafter(nn.Module):
             self.lm_head.weight = self.embed_tokens.weight
         if config.feedback:  # w [n_layer, n_layer + 1]; w[i, i] weighs block i's own input
             start = self.FEEDBACK_START * torch.eye(config.n_layer, config.n_layer + 1)
+            start = torch.zeros(1, config.n_layer + 1) if config.feedback == "shared" else start  # [1, ..]: an even mix
             self.feedback_weight = nn.Parameter(start, requires_grad=config.k > 1)  # with k = 1 no memory is ever read
         self.rope = Rope(shape)
         self.recomputes = False  # training: a block's activations are computed again for the backward pass, not kept
@@ -246,9 +249,13 @@ class SpireDrafter(nn.Module):
         """
         if not self.config.feedback:
             return states[: self.config.n_layer]
-        weights = self.feedback_weight.softmax(dim=-1)  # [n_layer, n_layer + 1]
+        weights = self.feedback_shares()
         stacked = torch.stack(states)  # [n_layer + 1, R, n, D]; not a matrix product, which autocast would round
         return list((weights[:, :, None, None, None] * stacked).sum(dim=1))
+
+    def feedback_shares(self) -> Tensor:
+        """Return what each layer's state has in the memories of each block, [n_layer, n_layer + 1]."""
+        return self.feedback_weight.softmax(dim=-1).expand(self.config.n_layer, -1)
 
     def step(
         self, x: Tensor, rope: tuple[Tensor, Tensor], past: list[KeysValues], mask: Tensor, last: bool = False

@@ -30,7 +30,7 @@ PAIRS = {  # kinds of rows in single texts: columns of the question, what belong
     "prompts": (("prompt",), (), ("completion", "response", "answer", "canonical_solution")),
     "questions": (("question", "query", "problem"), (), ("answer", "response", "solution")),
 }
-TEXTS = ("text", "content")  # columns of plain text, beside which others may stand
+TEXTS = ("text", "content", "article", "document")  # columns of plain text, beside which others may stand
 KEPT = ("tool_calls", "tool_call_id", "name", "reasoning_content")  # of a turn, besides its role and its content
 CALL_ROLES = ("function_call",)  # whose text is a call of a tool, as LLaMA-Factory writes it
 SURROGATE = re.compile("[\ud800-\udfff]")  # half a character: JSON can name it, UTF-8 and tokenizers cannot

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import takewhile
 from pathlib import Path
 
 from transformers import PreTrainedTokenizerBase
 
+from spectrain.config import conf_dir
 from spectrain.decoding.text import chat_ids
 from spectrain.errors import UserError, check_whole
 from spectrain.stores.chats import Broken, Row, Tally, clean
@@ -32,16 +33,17 @@ class Question:
 def read_prompts(path: str | Path, limit: int | None = None) -> list[Question]:
     """Read the first `limit` questions of a file, a folder, or a dataset of the hub (`owner/name` or with `:split`).
 
-    Of a conversation the user's turns are asked, up to the first one that a tool's answer leads to. A line of the log
-    says what was left out.
+    Of a conversation the user's turns are asked, up to the first one that a tool's answer leads to. In
+    `gsm8k_8shot:<file>` each first turn is put into a template of conf/formats/. The log says what was left out.
 
     Raises:
         UserError: there is nothing at the path, too many rows cannot be read, or two have the same id.
     """
     if limit is not None:
         check_whole("limit", limit, 1)
+    template, path = _template_of(str(path))
     is_here = Path(path).expanduser().exists()
-    name, _, split = (str(Path(path).expanduser()), "", "") if is_here else str(path).partition(":")
+    name, _, split = (str(Path(path).expanduser()), "", "") if is_here else path.partition(":")
     questions: dict[str, Question] = {}
     tally = Tally(str(path))
     for where, row, columns in source_rows(name, (), split or "train", None, tally, "prompts"):
@@ -60,7 +62,8 @@ def read_prompts(path: str | Path, limit: int | None = None) -> list[Question]:
         if question.id in questions:
             raise UserError(f"{where} repeats the id {question.id!r} of an earlier row; give each question its own")
         tally.take(row)
-        questions[question.id] = question
+        first, *later = question.turns
+        questions[question.id] = replace(question, turns=(template.replace("{}", first), *later))
         if len(questions) == limit:
             break
     tally.check()
@@ -69,6 +72,17 @@ def read_prompts(path: str | Path, limit: int | None = None) -> list[Question]:
     if tally.skipped or tally.n_broken:
         log.warning(tally.say())
     return list(questions.values())
+
+
+def _template_of(path: str) -> tuple[str, str]:
+    """Return the template that a path begins with, in which {} stands for a question, and the path behind it."""
+    name, _, rest = path.partition(":")
+    file = conf_dir() / "formats" / f"{name}.txt"
+    if Path(path).expanduser().exists() or "/" in name or not file.is_file():
+        return "{}", path
+    if not rest:
+        raise UserError(f"prompts={path} is a format of questions; give prompts={name}:<file of questions>")
+    return file.read_text().removesuffix("\n"), rest
 
 
 def _question(row: Row, columns: Mapping, row_id: str, stem: str) -> Question | None:

@@ -13,7 +13,7 @@ from spectrain.config.fields import shown
 from spectrain.decoding import Drafter, TargetModel
 from spectrain.decoding.lean import shape_of
 from spectrain.decoding.loading import DTYPES
-from spectrain.decoding.target import Features
+from spectrain.decoding.target import FINAL, Features
 from spectrain.errors import UserError
 from spectrain.methods.spire import Spire
 from spectrain.models.artifacts import WEIGHTS, load_spire, read_manifest, save_spire
@@ -64,7 +64,7 @@ class SpireTraining(Training):
         if not self.fits_input:
             return
         fit, n_tokens = InputFit(self.drafter), 0
-        reading = self.target.with_capture(self.drafter.config.target_layers[:1])
+        reading = self.target.with_capture(last_layers(self.target.model, self.drafter.config.n_layer)[:1])
         for place in torch.randperm(len(rows), generator=torch.Generator().manual_seed(0)).tolist():
             batch = rows[[place]]
             tokens = batch.tokens.to(self.target.device)
@@ -146,6 +146,8 @@ class SpireExperiment(Experiment):
 
     def prepare(self) -> Parts:
         config = self.config
+        if config["memories"] != "blocks" and config["data"]["source"] == "offline":
+            raise UserError(f"memories={config['memories']} is an ablation that no store is made for; give data=online")
         data = self.data.drafter_rows(config, self.target, self.shape().block_layers)
         is_new, source = config["init"] in NEW, {}
         drafter = self.new(data.train) if is_new else self.trained_before()
@@ -189,6 +191,8 @@ class SpireExperiment(Experiment):
         if names:
             options = " ".join(f"{name}={shown(found[name])}" for name in names)
             raise UserError(f"init={folder} has other options; give {options}")
+        if found["target_layers"] != wanted["target_layers"]:
+            raise UserError(f"init={folder} was trained with other memories; give the same option memories=")
         return drafter
 
     def shape(self, kept: Tensor | None = None) -> SpireConfig:
@@ -202,7 +206,10 @@ class SpireExperiment(Experiment):
         options |= {"previous_state": reads_previous, "draft_vocab": None if kept is None else len(kept)}
         if config["input"] == "tied":
             options["unembedding"] = "trained"
-        return SpireConfig(shape_of(self.target.model), last_layers(self.target.model, config["n_layer"]), **options)
+        layers = last_layers(self.target.model, config["n_layer"])
+        if config["memories"] != "blocks":
+            layers = len(layers) * (FINAL if config["memories"] == "final" else 0,)
+        return SpireConfig(shape_of(self.target.model), layers, **options)
 
     def model(self, weights: dict[str, Tensor]) -> SpireDrafter:
         """The drafter of a training's weights: float32 values of the dtype that it is exported in."""

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from spectrain.decoding import Context, DraftTree, KVCache, Sampling, TargetModel, Verified, generate
+from spectrain.decoding.target import FINAL
 from spectrain.decoding.weights import Int8Linear, RowsLinear, on_cpu
 from spectrain.errors import UserError
 from spectrain.methods import spire
@@ -27,6 +28,7 @@ INPUTS = [
     {"input": "projected", "unembedding": "target", "draft_vocab": 30},
     {"input": "trained", "unembedding": "trained", "previous_state": True, "draft_vocab": 30},
 ]
+SHARED = {"feedback": "shared", "target_layers": (FINAL, FINAL)}
 
 
 class ForcedContext(Context):
@@ -48,7 +50,9 @@ class ForcedContext(Context):
 
 
 @pytest.mark.parametrize(
-    "options", [{}, {"family": "qwen3", "sink_tokens": 2, "tied": True}, {"feedback": False}, *INPUTS], ids=str
+    "options",
+    [{}, {"family": "qwen3", "sink_tokens": 2, "tied": True}, {"feedback": False}, SHARED, *INPUTS],
+    ids=str,
 )
 def test_decoding_equals_the_training_rollout(options):
     """Two rows of different length, two rounds: after prefill, and after a step that accepted part of the path."""

@@ -57,7 +57,8 @@ def seen(drafter: SpireDrafter, t: int) -> list[int]:
 def slow_memory(drafter: SpireDrafter, states: list[Tensor], i: int) -> Tensor:
     if not drafter.config.feedback:
         return states[i]
-    exps = [torch.exp(drafter.feedback_weight[i, layer]) for layer in range(len(states))]
+    weights = drafter.feedback_weight[0 if drafter.config.feedback == "shared" else i]
+    exps = [torch.exp(weights[layer]) for layer in range(len(states))]
     return sum(e * x for e, x in zip(exps, states, strict=True)) / sum(exps)
 
 

@@ -10,6 +10,7 @@ from transformers.models.llama.modeling_llama import apply_rotary_pos_emb, repea
 
 from spectrain.decoding import TargetModel
 from spectrain.decoding.lean import shape_of
+from spectrain.decoding.target import FINAL
 from spectrain.errors import UserError
 from spectrain.models.pruned_init import last_layers, new_drafter
 from spectrain.models.rollout import rollout
@@ -36,14 +37,15 @@ def make(
         if name.endswith("bias"):
             parameter.normal_()
     options = {"k": 4, "window_tokens": 8, "sink_tokens": 1, **options}
-    config = SpireConfig(shape_of(model), last_layers(model, 2), **options)
+    config = SpireConfig(shape_of(model), options.pop("target_layers", last_layers(model, 2)), **options)
     kept = None
     if config.draft_vocab:
         kept = torch.randperm(VOCAB_SIZE, generator=torch.Generator().manual_seed(3))[: config.draft_vocab]
     drafter = new_drafter(TargetModel(model), config, init, kept)
     if config.feedback:
         with torch.no_grad():
-            drafter.feedback_weight.copy_(torch.tensor([[0.7, -0.2, 0.4], [0.1, 0.9, -0.5]]))
+            uneven = torch.tensor([[0.7, -0.2, 0.4], [0.1, 0.9, -0.5]])
+            drafter.feedback_weight.copy_(uneven[: len(drafter.feedback_weight)])
     if config.input != "tied":  # as after a fit: of the size of a block's input
         (drafter.input if config.input == "projected" else drafter.embed_tokens).weight.data.normal_()
     return TargetModel(model, capture_layers=config.captured_layers), drafter.eval().requires_grad_(False)
@@ -54,6 +56,8 @@ def make(
     [
         {},
         {"feedback": False},
+        {"feedback": "shared", "target_layers": (FINAL, FINAL)},
+        {"target_layers": (0, 0)},
         {"sink_tokens": 3, "k": 3, "window_tokens": 5},
         {"sink_tokens": 0, "window_tokens": 4},
         {"k": 1},
@@ -162,6 +166,12 @@ def test_first_step_of_a_pruned_drafter_equals_the_target_s_own_modules(biases):
     expected = model.lm_head(model.model.norm(x))[0, 0]
     hidden = rollout(drafter, tokens, captured)
     torch.testing.assert_close(drafter.lm_head(hidden[0, root]), expected, **TOLERANCE)
+
+
+def test_a_drafter_with_other_memories_has_the_target_s_last_blocks_too():
+    (_, usual), (_, other) = make(), make(target_layers=(FINAL, FINAL))
+    blocks = zip(usual.blocks.state_dict().values(), other.blocks.state_dict().values(), strict=True)
+    assert all(torch.equal(one, same) for one, same in blocks)
 
 
 @pytest.mark.parametrize("options", [{}, PREVIOUS], ids=str)

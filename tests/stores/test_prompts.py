@@ -57,6 +57,21 @@ def test_rows_without_an_id_are_numbered(write):
     ]
 
 
+def test_questions_are_asked_as_in_a_paper(write, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    write({"question": "1 + 1?", "answer": "2"}, spec_bench(2), name="sums.jsonl")
+    first, second = read_prompts("gsm8k_8shot:sums.jsonl")
+    assert first.id == "sums-1"
+    assert first.turns[0].startswith("Q: There are 15 trees in the grove.")
+    assert first.turns[0].endswith("23 - 15 is 8. The answer is 8.\n\nQ: 1 + 1?\nA:")
+    assert first.turns[0].count("\nA: ") == 8
+    assert second.turns[1] == "Second."
+    write({"article": "It rains.", "highlights": "Rain.", "id": "x"}, name="news.jsonl")
+    assert read_prompts("summarize:news.jsonl")[0].turns == ("Summarize: It rains.",)
+    with pytest.raises(UserError, match="prompts=code is a format of questions; give prompts=code:<file of questions>"):
+        read_prompts("code")
+
+
 def test_lines_end_at_line_feeds_only_and_empty_lines_count_but_are_skipped(write):
     path = write('{"prompt": "a\u2028b"}', "", '{"prompt":\r"c"}\r')
     assert [(q.id, q.turns) for q in read_prompts(path)] == [("file-1", ("a\u2028b",)), ("file-3", ("c",))]
