@@ -1,4 +1,4 @@
-"""Tiny random Hugging Face models of five families: float32, seeded, on the CPU.
+"""Tiny random Hugging Face models of several families: float32, seeded, on the CPU.
 
 Weights are large, so that the argmax depends on the context and logits are far apart: a wrong mask, position or cache
 slot then changes the text, and rounding does not.
@@ -22,12 +22,20 @@ from lightning.pytorch.utilities import rank_zero_only
 from PIL import Image
 from transformers import (
     AutoTokenizer,
+    Gemma2Config,
+    Gemma2ForCausalLM,
+    Gemma3ForCausalLM,
+    Gemma3TextConfig,
     GemmaConfig,
     GemmaForCausalLM,
     GPTNeoXConfig,
     GPTNeoXForCausalLM,
+    GptOssConfig,
+    GptOssForCausalLM,
     LlamaConfig,
     LlamaForCausalLM,
+    MistralConfig,
+    MistralForCausalLM,
     PreTrainedModel,
     Qwen3Config,
     Qwen3ForCausalLM,
@@ -69,11 +77,21 @@ FAMILIES = {
     "gpt_neox": (GPTNeoXForCausalLM, GPTNeoXConfig, {}),
     "gemma": (GemmaForCausalLM, GemmaConfig, {"num_key_value_heads": 1, "head_dim": 8}),
 }
+WINDOW_TOKENS = 8
+_GROUPED = {"num_key_value_heads": 2, "head_dim": 8, "max_position_embeddings": 1024, "sliding_window": WINDOW_TOKENS}
+_TYPES = {"layer_types": ["sliding_attention", "full_attention", "sliding_attention"]}
+_EXPERTS = {"num_local_experts": 4, "num_experts_per_tok": 2, "rope_parameters": {"rope_type": "default", "rope_theta": 1e4}}
+WINDOWED = {  # Gemma 2 caps its scores, and gpt-oss has sinks: torch's attention has neither
+    "mistral": (MistralForCausalLM, MistralConfig, _GROUPED),
+    "gemma2": (Gemma2ForCausalLM, Gemma2Config, {**_GROUPED, **_TYPES, "attn_implementation": "eager"}),
+    "gemma3": (Gemma3ForCausalLM, Gemma3TextConfig, {**_GROUPED, **_TYPES}),
+    "gpt_oss": (GptOssForCausalLM, GptOssConfig, {**_GROUPED, **_TYPES, **_EXPERTS, "attn_implementation": "eager"}),
+}
 
 
 def tiny_model(family: str = "llama", seed: int = 0, **overrides) -> PreTrainedModel:
     """A random model of a family; `overrides` go to its config."""
-    model_class, config_class, options = FAMILIES[family]
+    model_class, config_class, options = (FAMILIES | WINDOWED)[family]
     torch.manual_seed(seed)
     return model_class(config_class(**{**COMMON, **options, **overrides})).eval().requires_grad_(False)
 

@@ -12,6 +12,7 @@ from transformers import PreTrainedModel
 from spectrain.decoding.forward import Forward, can_fuse
 from spectrain.decoding.kv_cache import KVCache
 from spectrain.decoding.llama import LlamaDecoder, LlamaShape, Rope
+from spectrain.decoding.modules import window_of
 from spectrain.decoding.weights import Int8Linear, RowsLinear, TextLinear, is_emulated, on_cpu, version
 from spectrain.errors import UserError
 from spectrain.kernels import MOST_TOKENS, Programs, outruns_torch, unique
@@ -67,6 +68,8 @@ def why_not_lean(model: PreTrainedModel) -> str | None:
         shape_of(model)
     except UserError as error:
         return str(error).split(";")[0]
+    if (window := window_of(model.config)) is not None:
+        return f"its layers have a window of {window} tokens"
     weights = list(model.parameters())
     if len({weight.device for weight in weights}) > 1:
         return "its layers are spread over several devices"
