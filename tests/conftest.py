@@ -22,6 +22,8 @@ from lightning.pytorch.utilities import rank_zero_only
 from PIL import Image
 from transformers import (
     AutoTokenizer,
+    CohereConfig,
+    CohereForCausalLM,
     Gemma2Config,
     Gemma2ForCausalLM,
     Gemma3ForCausalLM,
@@ -32,6 +34,8 @@ from transformers import (
     GPTNeoXForCausalLM,
     GptOssConfig,
     GptOssForCausalLM,
+    GraniteConfig,
+    GraniteForCausalLM,
     LlamaConfig,
     LlamaForCausalLM,
     MistralConfig,
@@ -87,11 +91,15 @@ WINDOWED = {  # Gemma 2 caps its scores, and gpt-oss has sinks: torch's attentio
     "gemma3": (Gemma3ForCausalLM, Gemma3TextConfig, {**_GROUPED, **_TYPES}),
     "gpt_oss": (GptOssForCausalLM, GptOssConfig, {**_GROUPED, **_TYPES, **_EXPERTS, "attn_implementation": "eager"}),
 }
+SCALED = {  # behind the unembedding
+    "granite": (GraniteForCausalLM, GraniteConfig, {"num_key_value_heads": 2, "logits_scaling": 8.0}),
+    "cohere": (CohereForCausalLM, CohereConfig, {"num_key_value_heads": 2, "logit_scale": 0.25}),
+}
 
 
 def tiny_model(family: str = "llama", seed: int = 0, **overrides) -> PreTrainedModel:
     """A random model of a family; `overrides` go to its config."""
-    model_class, config_class, options = (FAMILIES | WINDOWED)[family]
+    model_class, config_class, options = (FAMILIES | WINDOWED | SCALED)[family]
     torch.manual_seed(seed)
     return model_class(config_class(**{**COMMON, **options, **overrides})).eval().requires_grad_(False)
 

@@ -22,9 +22,13 @@ METHODS = [name for name in method_names() if name != "auto"]  # which runs the 
 
 
 @lru_cache
-def artifacts(family: str) -> Artifacts:
-    model = tiny_model(family)
-    texts = [greedy_by_full_forwards(model, prompt, N_NEW, (EOS_ID,)) for prompt in random_prompts(LENGTHS)]
+def artifacts(family: str, dtype: torch.dtype = torch.float32) -> Artifacts:
+    model = tiny_model(family).to(dtype)
+    if dtype == torch.float32:
+        texts = [greedy_by_full_forwards(model, prompt, N_NEW, (EOS_ID,)) for prompt in random_prompts(LENGTHS)]
+    else:  # in which transformers' own cache and full forwards may differ
+        plain = generate(TargetModel(model), Autoregressive(), random_prompts(LENGTHS), N_NEW)
+        texts = [generation.tokens for generation in plain]
     made = Artifacts(Path(tempfile.mkdtemp()), model, lambda: noisy_copy(model), lambda: texts, k=3)
     made.texts = texts
     return made
@@ -37,9 +41,10 @@ def test_texts_are_those_of_transformers_own_cache(family):
 
 
 @pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("family", WINDOWED)
-def test_greedy_text_beyond_the_window_is_the_targets_own(family, method):
-    made = artifacts(family)
+def test_greedy_text_beyond_the_window_is_the_targets_own(family, dtype, method):
+    made = artifacts(family, dtype)
     if "spire" in artifact_kinds(method_config(method)).values():
         pytest.skip("SPIRe drafters are for Llama-like targets")
     target = TargetModel(made.target.model, made.target.tokenizer, prefill_chunk=250)
