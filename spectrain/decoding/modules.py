@@ -32,6 +32,8 @@ class TransformersEngine:
         self.model = model
         self._blocks, self._window = find_blocks(model), window_of(model.config)
         self._has_types = bool(getattr(model.config.get_text_config(), "layer_types", None))
+        takes_cache = "cache" in inspect.signature(model.forward).parameters  # its name in newer versions
+        self._cache_name = "cache" if takes_cache else "past_key_values"
 
     @property
     def device(self) -> torch.device:
@@ -57,7 +59,7 @@ class TransformersEngine:
         keeps_final: bool = False,
     ) -> tuple[Tensor, list[Tensor], Tensor | None]:
         """See `LlamaDecoder.run`. The final states are returned only if `keeps_final` or `kept` is given."""
-        inputs = {"position_ids": positions, "attention_mask": self._masks(mask), "past_key_values": cache}
+        inputs = {"position_ids": positions, "attention_mask": self._masks(mask), self._cache_name: cache}
         inputs["use_cache"] = cache is not None
         if keeps_final and kept is None and not capture_layers and self._is_body_and_unembedding:
             # Without a hook, which would cost a draft step a few per cent.

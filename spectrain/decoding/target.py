@@ -142,7 +142,18 @@ class TargetModel:
     @cached_property  # each step asks, and transformers takes its time to answer
     def max_positions(self) -> int:
         """Tokens of the longest sequence; a very large number for models without a limit."""
-        return getattr(self.config.get_text_config(), "max_position_embeddings", None) or 2**31
+        longest = getattr(self.config.get_text_config(), "max_position_embeddings", None) or 2**31
+        return min(longest, self.rope_tokens or longest)
+
+    @property
+    def rope_tokens(self) -> int | None:
+        """Tokens up to which RoPE of type longrope has the same frequencies, None for other types.
+
+        A forward that reaches further takes others for all of its tokens. Nodes of a tree that lies across the limit
+        would not be rotated as in plain decoding, so texts end there.
+        """
+        rope = getattr(self.config.get_text_config(), "rope_parameters", None) or {}
+        return rope["original_max_position_embeddings"] if rope.get("rope_type") == "longrope" else None
 
     @property
     def eos_ids(self) -> tuple[int, ...]:
