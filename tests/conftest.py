@@ -84,7 +84,7 @@ FAMILIES = {
 WINDOW_TOKENS = 8
 _GROUPED = {"num_key_value_heads": 2, "head_dim": 8, "max_position_embeddings": 1024, "sliding_window": WINDOW_TOKENS}
 _TYPES = {"layer_types": ["sliding_attention", "full_attention", "sliding_attention"]}
-_EXPERTS = {"num_local_experts": 4, "num_experts_per_tok": 2, "rope_parameters": {"rope_type": "default", "rope_theta": 1e4}}
+_EXPERTS = {"num_local_experts": 4, "num_experts_per_tok": 2}
 WINDOWED = {  # Gemma 2 caps its scores, and gpt-oss has sinks: torch's attention has neither
     "mistral": (MistralForCausalLM, MistralConfig, _GROUPED),
     "gemma2": (Gemma2ForCausalLM, Gemma2Config, {**_GROUPED, **_TYPES, "attn_implementation": "eager"}),

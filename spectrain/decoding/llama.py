@@ -24,7 +24,11 @@ from spectrain.decoding.kv_cache import KVCache
 
 @dataclass(frozen=True)
 class LlamaShape:
-    """Dimensions of a Llama-like decoder: RoPE, RMSNorm, gated MLP, grouped queries, optional biases and q/k norms."""
+    """Dimensions of a Llama-like decoder: RoPE, RMSNorm, gated MLP, grouped queries, optional biases and q/k norms.
+
+    `layer_types` are Gemma 3's alone, one for each block of the target: the entry of rope_parameters that it takes.
+    Such blocks also norm what attention and MLP add.
+    """
 
     vocab_size: int
     hidden_size: int
@@ -41,8 +45,6 @@ class LlamaShape:
     mlp_bias: bool = False
     qk_norm: bool = False
     tie_embeddings: bool = True
-    # Of Gemma 3, for each block of the target: the entry of rope_parameters that it takes. Its blocks also norm what
-    # attention and MLP add. Of other models: none.
     layer_types: tuple[str, ...] = ()
 
     @property

@@ -150,7 +150,9 @@ def check_supported(model: PreTrainedModel) -> None:
     check_layers(config, name, is_stateful=getattr(model, "_is_stateful", False))
     known = "sdpa" if model._supports_sdpa else "eager"  # torch's has neither soft-capping nor sinks
     if config._attn_implementation != known:
-        raise UserError(f'{name} has {config._attn_implementation} attention; load it with attn_implementation="{known}"')
+        raise UserError(
+            f'{name} has {config._attn_implementation} attention; load it with attn_implementation="{known}"'
+        )
     if "position_ids" not in inspect.signature(model.forward).parameters:
         raise UserError(f"{name} takes no position_ids, which trees need; choose a target with RoPE")
 

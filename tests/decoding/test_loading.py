@@ -121,7 +121,10 @@ SPOILT = {
     ),
     "masked language model": (masked_language_model, "is no causal language model"),
     "chunks": (config(**CHUNKED), "layers of type chunked_attention, in which no draft tree can be masked; choose"),
-    "hybrid": (config(**HYBRID), "layers of type linear_attention, in which no rejected draft can be taken back; choose"),
+    "hybrid": (
+        config(**HYBRID),
+        "layers of type linear_attention, in which no rejected draft can be taken back; choose",
+    ),
     "foreign config": (foreign_config, "needs code of its own folder, which is never run"),
     "foreign tokenizer": (foreign_tokenizer, "has no tokenizer that transformers can read"),
 }

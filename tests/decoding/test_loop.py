@@ -174,8 +174,8 @@ def test_the_whole_context_can_be_filled_by_a_drafter_that_ignores_the_room():
 
 def test_drafts_never_reach_over_the_length_at_which_longrope_changes():
     factors = {"short_factor": [1.0] * 4, "long_factor": [4.0, 5.0, 6.0, 7.0]}
-    rope = {"rope_type": "longrope", "rope_theta": 1e4, "original_max_position_embeddings": 32, "factor": 8.0, **factors}
-    model = tiny_model("llama", rope_parameters=rope)
+    factors |= {"rope_theta": 1e4, "original_max_position_embeddings": 32, "factor": 8.0}
+    model = tiny_model("llama", rope_parameters={"rope_type": "longrope", **factors})
     prompt = random_prompts([6])[0]
     text = greedy_by_full_forwards(model, prompt, 26)
     script = oracle(prompt, [*text, *range(9)], 6)

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from spectrain.decoding import DraftTree, KVCache, TargetModel, generate
+from spectrain.decoding import KVCache, TargetModel, generate
 from spectrain.methods.autoregressive import Autoregressive
 from spectrain.methods.folders import artifact_kinds
 from spectrain.methods.registry import method_config, method_names
