@@ -12,6 +12,7 @@ import os
 import signal
 import sys
 import tempfile
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -21,25 +22,15 @@ from filelock import FileLock
 from lightning.pytorch.utilities import rank_zero_only
 from PIL import Image
 from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
     AutoTokenizer,
-    CohereConfig,
-    CohereForCausalLM,
-    Gemma2Config,
-    Gemma2ForCausalLM,
-    Gemma3ForCausalLM,
-    Gemma3TextConfig,
     GemmaConfig,
     GemmaForCausalLM,
     GPTNeoXConfig,
     GPTNeoXForCausalLM,
-    GptOssConfig,
-    GptOssForCausalLM,
-    GraniteConfig,
-    GraniteForCausalLM,
     LlamaConfig,
     LlamaForCausalLM,
-    MistralConfig,
-    MistralForCausalLM,
     PreTrainedModel,
     Qwen3Config,
     Qwen3ForCausalLM,
@@ -81,20 +72,25 @@ FAMILIES = {
     "gpt_neox": (GPTNeoXForCausalLM, GPTNeoXConfig, {}),
     "gemma": (GemmaForCausalLM, GemmaConfig, {"num_key_value_heads": 1, "head_dim": 8}),
 }
-WINDOW_TOKENS = 8
-_GROUPED = {"num_key_value_heads": 2, "head_dim": 8, "max_position_embeddings": 1024, "sliding_window": WINDOW_TOKENS}
-_TYPES = {"layer_types": ["sliding_attention", "full_attention", "sliding_attention"]}
-_EXPERTS = {"num_local_experts": 4, "num_experts_per_tok": 2}
-WINDOWED = {  # Gemma 2 caps its scores, and gpt-oss has sinks: torch's attention has neither
-    "mistral": (MistralForCausalLM, MistralConfig, _GROUPED),
-    "gemma2": (Gemma2ForCausalLM, Gemma2Config, {**_GROUPED, **_TYPES, "attn_implementation": "eager"}),
-    "gemma3": (Gemma3ForCausalLM, Gemma3TextConfig, {**_GROUPED, **_TYPES}),
-    "gpt_oss": (GptOssForCausalLM, GptOssConfig, {**_GROUPED, **_TYPES, **_EXPERTS, "attn_implementation": "eager"}),
+WINDOW_TOKENS = 4
+
+
+def _of_type(model_type: str, **options) -> tuple:
+    options = {"num_key_value_heads": 2, "head_dim": 8, **options}
+    return AutoModelForCausalLM.from_config, partial(AutoConfig.for_model, model_type), options
+
+
+_WINDOW = {"max_position_embeddings": 1024, "sliding_window": WINDOW_TOKENS}
+_MIXED = {**_WINDOW, "layer_types": ["sliding_attention", "full_attention", "sliding_attention"]}
+_UNTIED = {**_MIXED, "tie_word_embeddings": False}  # or Gemma repeats its last token
+_EAGER = {**_UNTIED, "attn_implementation": "eager"}  # soft-capped scores, and sinks
+WINDOWED = {
+    "mistral": _of_type("mistral", **_WINDOW),
+    "gemma2": _of_type("gemma2", **_EAGER),
+    "gemma3": _of_type("gemma3_text", **_UNTIED),
+    "gpt_oss": _of_type("gpt_oss", num_local_experts=4, num_experts_per_tok=2, **_EAGER),
 }
-SCALED = {  # behind the unembedding
-    "granite": (GraniteForCausalLM, GraniteConfig, {"num_key_value_heads": 2, "logits_scaling": 8.0}),
-    "cohere": (CohereForCausalLM, CohereConfig, {"num_key_value_heads": 2, "logit_scale": 0.25}),
-}
+SCALED = {"granite": _of_type("granite", logits_scaling=8.0), "cohere": _of_type("cohere", logit_scale=0.25)}
 
 
 def tiny_model(family: str = "llama", seed: int = 0, **overrides) -> PreTrainedModel:
@@ -184,6 +180,12 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 @pytest.fixture(params=list(FAMILIES))
 def family_target(request) -> TargetModel:
     """A target of each family in turn."""
+    return TargetModel(tiny_model(request.param))
+
+
+@pytest.fixture(params=[*FAMILIES, *WINDOWED])
+def any_target(request) -> TargetModel:
+    """The same, and of families whose layers have windows."""
     return TargetModel(tiny_model(request.param))
 
 

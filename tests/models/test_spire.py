@@ -51,14 +51,14 @@ def make(
 
 
 def test_blocks_of_gemma_compute_what_the_targets_own_do():
-    """One has full attention and the other a window, so their RoPE differs; the text is shorter than the window."""
+    """One has full attention and the other a window, so their RoPE differs; the text is no longer than the window."""
     target, drafter = make("gemma3", input="projected", unembedding="target")
     for name, parameter in target.model.named_parameters():
         if "norm" in name:
             parameter.normal_()
     drafter = new_drafter(target, drafter.config, "pruned")
-    states = target.model(torch.tensor([[7, 8, 9, 10, 11]]), output_hidden_states=True).hidden_states
-    rope, mask = drafter.rope(torch.arange(5)[None]), torch.ones(5, 5, dtype=torch.bool).tril()[None, None]
+    states = target.model(torch.tensor([[7, 8, 9, 10]]), output_hidden_states=True).hidden_states
+    rope, mask = drafter.rope(torch.arange(4)[None]), torch.ones(4, 4, dtype=torch.bool).tril()[None, None]
     x = states[1]  # what the block behind the first one reads
     for block in drafter.blocks:
         queries, own = block.queries_keys_values(x, rope)
