@@ -97,7 +97,7 @@ def block_state(layer: Mapping[str, Tensor]) -> dict[str, Tensor]:
     for ours, theirs in (*MATRICES.items(), *((norm, (name,)) for norm, name in norms.items())):
         for kind in ("weight", "bias"):
             if found := [left.pop(f"{name}.{kind}") for name in theirs if f"{name}.{kind}" in left]:
-                state[f"{ours}.{kind}"] = found[0] + 1 if is_gemma and ours in norms else _joined(found)
+                state[f"{ours}.{kind}"] = found[0].float() + 1 if is_gemma and ours in norms else _joined(found)
     return state | left
 
 

@@ -153,7 +153,7 @@ class TargetModel:
         would not be rotated as in plain decoding, so texts end there.
         """
         rope = getattr(self.config.get_text_config(), "rope_parameters", None) or {}
-        return rope["original_max_position_embeddings"] if rope.get("rope_type") == "longrope" else None
+        return rope.get("original_max_position_embeddings") if rope.get("rope_type") == "longrope" else None
 
     @property
     def eos_ids(self) -> tuple[int, ...]:
