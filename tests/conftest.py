@@ -1,4 +1,4 @@
-"""Tiny random Hugging Face models of five families: float32, seeded, on the CPU.
+"""Tiny random Hugging Face models of several families: float32, seeded, on the CPU.
 
 Weights are large, so that the argmax depends on the context and logits are far apart: a wrong mask, position or cache
 slot then changes the text, and rounding does not.
@@ -12,6 +12,7 @@ import os
 import signal
 import sys
 import tempfile
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -21,6 +22,8 @@ from filelock import FileLock
 from lightning.pytorch.utilities import rank_zero_only
 from PIL import Image
 from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
     AutoTokenizer,
     GemmaConfig,
     GemmaForCausalLM,
@@ -69,11 +72,30 @@ FAMILIES = {
     "gpt_neox": (GPTNeoXForCausalLM, GPTNeoXConfig, {}),
     "gemma": (GemmaForCausalLM, GemmaConfig, {"num_key_value_heads": 1, "head_dim": 8}),
 }
+WINDOW_TOKENS = 4
+
+
+def _of_type(model_type: str, **options) -> tuple:
+    options = {"num_key_value_heads": 2, "head_dim": 8, **options}
+    return AutoModelForCausalLM.from_config, partial(AutoConfig.for_model, model_type), options
+
+
+_WINDOW = {"max_position_embeddings": 1024, "sliding_window": WINDOW_TOKENS}
+_MIXED = {**_WINDOW, "layer_types": ["sliding_attention", "full_attention", "sliding_attention"]}
+_UNTIED = {**_MIXED, "tie_word_embeddings": False}  # or Gemma repeats its last token
+_EAGER = {**_UNTIED, "attn_implementation": "eager"}  # soft-capped scores, and sinks
+WINDOWED = {
+    "mistral": _of_type("mistral", **_WINDOW),
+    "gemma2": _of_type("gemma2", **_EAGER),
+    "gemma3": _of_type("gemma3_text", **_UNTIED),
+    "gpt_oss": _of_type("gpt_oss", num_local_experts=4, num_experts_per_tok=2, **_EAGER),
+}
+SCALED = {"granite": _of_type("granite", logits_scaling=8.0), "cohere": _of_type("cohere", logit_scale=0.25)}
 
 
 def tiny_model(family: str = "llama", seed: int = 0, **overrides) -> PreTrainedModel:
     """A random model of a family; `overrides` go to its config."""
-    model_class, config_class, options = FAMILIES[family]
+    model_class, config_class, options = (FAMILIES | WINDOWED | SCALED)[family]
     torch.manual_seed(seed)
     return model_class(config_class(**{**COMMON, **options, **overrides})).eval().requires_grad_(False)
 
@@ -158,6 +180,12 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 @pytest.fixture(params=list(FAMILIES))
 def family_target(request) -> TargetModel:
     """A target of each family in turn."""
+    return TargetModel(tiny_model(request.param))
+
+
+@pytest.fixture(params=[*FAMILIES, *WINDOWED])
+def any_target(request) -> TargetModel:
+    """The same, and of families whose layers have windows."""
     return TargetModel(tiny_model(request.param))
 
 

@@ -22,6 +22,7 @@ def can_fuse(module: nn.Module, shape: LlamaShape) -> bool:
         and all(layer.fits for layer in linears)
         and module.norm.weight.dtype == torch.float32
         and shape.hidden_act == "silu"
+        and not shape.layer_types
         and not (shape.output_bias or shape.mlp_bias)
         and module.embed_tokens.weight.dtype in (torch.float32, torch.bfloat16)
         and 2 * shape.n_kv_head * shape.head_dim >= kernels.LEAST_OUTPUTS  # what memories are projected to

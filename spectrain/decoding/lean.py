@@ -12,12 +12,14 @@ from transformers import PreTrainedModel
 from spectrain.decoding.forward import Forward, can_fuse
 from spectrain.decoding.kv_cache import KVCache
 from spectrain.decoding.llama import LlamaDecoder, LlamaShape, Rope
+from spectrain.decoding.modules import window_of
 from spectrain.decoding.weights import Int8Linear, RowsLinear, TextLinear, is_emulated, on_cpu, version
 from spectrain.errors import UserError
 from spectrain.kernels import MOST_TOKENS, Programs, outruns_torch, unique
 
 PIECE_STEP = 8  # a piece of a prompt has a multiple of so many tokens, because each number takes a program of its own
 LLAMA_LIKE = ("llama", "mistral", "qwen2", "qwen3")  # others scale, soft-cap or norm in ways the block does not have
+SPIRE_LIKE = (*LLAMA_LIKE, "gemma3_text")  # whose blocks a SPIRe drafter can have
 ROPE_TYPES = ("default", "linear", "llama3", "yarn")  # of others the frequencies change with the length of the text
 MATRICES = {  # of a block: our names -> Hugging Face's, whose rows stand one below the other
     "qkv": ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
@@ -31,16 +33,23 @@ NORMS = {
     "query_norm": "self_attn.q_norm",
     "key_norm": "self_attn.k_norm",
 }
+GEMMA_NORMS = NORMS | {  # which multiply by 1 + weight
+    "attended_norm": "post_attention_layernorm",
+    "mlp_norm": "pre_feedforward_layernorm",
+    "added_norm": "post_feedforward_layernorm",
+}
 
 
 def shape_of(model: PreTrainedModel) -> LlamaShape:
     """Return the dimensions of a Llama-like model. Raise UserError for another one."""
     config = model.config
-    if (family := config.model_type) not in LLAMA_LIKE:
-        known = ", ".join(LLAMA_LIKE)
+    if (family := config.model_type) not in SPIRE_LIKE:
+        known = ", ".join(SPIRE_LIKE)
         raise UserError(f"target of type {family} is not computed like Llama; give one of {known}, or +exp=vanilla")
-    if (rope := config.rope_parameters.get("rope_type", "default")) not in ROPE_TYPES:
-        raise UserError(f"the target's RoPE is of type {rope}; SPIRe supports {', '.join(ROPE_TYPES)}")
+    is_gemma = family not in LLAMA_LIKE
+    for parameters in config.rope_parameters.values() if is_gemma else [config.rope_parameters]:
+        if (rope := parameters.get("rope_type", "default")) not in ROPE_TYPES:
+            raise UserError(f"the target's RoPE is of type {rope}; SPIRe supports {', '.join(ROPE_TYPES)}")
     attention, mlp = model.model.layers[0].self_attn, model.model.layers[0].mlp
     return LlamaShape(
         vocab_size=config.vocab_size,
@@ -50,7 +59,7 @@ def shape_of(model: PreTrainedModel) -> LlamaShape:
         n_kv_head=config.num_key_value_heads,
         head_dim=attention.head_dim,
         rms_norm_eps=config.rms_norm_eps,
-        hidden_act=config.hidden_act,
+        hidden_act=config.hidden_activation if is_gemma else config.hidden_act,
         rope_parameters=dict(config.rope_parameters),
         max_positions=config.max_position_embeddings,
         qkv_bias=attention.q_proj.bias is not None,
@@ -58,6 +67,7 @@ def shape_of(model: PreTrainedModel) -> LlamaShape:
         mlp_bias=mlp.gate_proj.bias is not None,
         qk_norm=hasattr(attention, "q_norm"),
         tie_embeddings=model.get_output_embeddings().weight is model.get_input_embeddings().weight,
+        layer_types=tuple(config.layer_types) if is_gemma else (),
     )
 
 
@@ -67,6 +77,10 @@ def why_not_lean(model: PreTrainedModel) -> str | None:
         shape_of(model)
     except UserError as error:
         return str(error).split(";")[0]
+    if (family := model.config.model_type) not in LLAMA_LIKE:
+        return f"{family} scales embeddings and norms what its blocks add"
+    if (window := window_of(model.config)) is not None:
+        return f"its layers have a window of {window} tokens"
     weights = list(model.parameters())
     if len({weight.device for weight in weights}) > 1:
         return "its layers are spread over several devices"
@@ -78,10 +92,12 @@ def why_not_lean(model: PreTrainedModel) -> str | None:
 def block_state(layer: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Convert the state of a Hugging Face block to that of a `LlamaBlock`. Loading fails if a tensor is left over."""
     left, state = dict(layer), {}
-    for ours, theirs in (*MATRICES.items(), *((norm, (name,)) for norm, name in NORMS.items())):
+    is_gemma = "pre_feedforward_layernorm.weight" in layer
+    norms = GEMMA_NORMS if is_gemma else NORMS
+    for ours, theirs in (*MATRICES.items(), *((norm, (name,)) for norm, name in norms.items())):
         for kind in ("weight", "bias"):
             if found := [left.pop(f"{name}.{kind}") for name in theirs if f"{name}.{kind}" in left]:
-                state[f"{ours}.{kind}"] = _joined(found)
+                state[f"{ours}.{kind}"] = found[0].float() + 1 if is_gemma and ours in norms else _joined(found)
     return state | left
 
 

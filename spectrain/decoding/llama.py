@@ -24,7 +24,11 @@ from spectrain.decoding.kv_cache import KVCache
 
 @dataclass(frozen=True)
 class LlamaShape:
-    """Dimensions of a Llama-like decoder: RoPE, RMSNorm, gated MLP, grouped queries, optional biases and q/k norms."""
+    """Dimensions of a Llama-like decoder: RoPE, RMSNorm, gated MLP, grouped queries, optional biases and q/k norms.
+
+    `layer_types` are Gemma 3's alone, one for each block of the target: the entry of rope_parameters that it takes.
+    Such blocks also norm what attention and MLP add.
+    """
 
     vocab_size: int
     hidden_size: int
@@ -41,6 +45,11 @@ class LlamaShape:
     mlp_bias: bool = False
     qk_norm: bool = False
     tie_embeddings: bool = True
+    layer_types: tuple[str, ...] = ()
+
+    @property
+    def rope_types(self) -> list[str]:
+        return sorted(set(self.layer_types))
 
 
 @dataclass(frozen=True)
@@ -63,15 +72,11 @@ class Rope:
     """
 
     def __init__(self, shape: LlamaShape) -> None:
-        config = LlamaConfig(
-            hidden_size=shape.hidden_size,
-            num_attention_heads=shape.n_head,
-            head_dim=shape.head_dim,
-            max_position_embeddings=shape.max_positions,
-            rope_parameters=dict(shape.rope_parameters),
-        )
-        rotary = LlamaRotaryEmbedding(config)
-        self.inv_freq, self.scaling = rotary.inv_freq, rotary.attention_scaling
+        options = {"hidden_size": shape.hidden_size, "num_attention_heads": shape.n_head, "head_dim": shape.head_dim}
+        options["max_position_embeddings"] = shape.max_positions
+        parameters = [shape.rope_parameters[name] for name in shape.rope_types] or [shape.rope_parameters]
+        rotaries = [LlamaRotaryEmbedding(LlamaConfig(**options, rope_parameters=dict(one))) for one in parameters]
+        self.inv_freq, self.scaling = torch.cat([one.inv_freq for one in rotaries]), rotaries[0].attention_scaling
 
     def move(self, device: torch.device) -> None:
         """Keep the frequencies on this device. Else the first call with positions on it moves them."""
@@ -79,7 +84,10 @@ class Rope:
             self.inv_freq = self.inv_freq.to(device)
 
     def __call__(self, positions: Tensor) -> tuple[Tensor, Tensor]:
-        """Return cos and sin [B, n, E] float32 at positions [B, n]; the first half of sin is negative, for `rotate`."""
+        """Return cos and sin [B, n, E] float32 at positions [B, n]; the first half of sin is negative, for `rotate`.
+
+        Where blocks differ in their RoPE, each half holds the E / 2 columns of one type after the other.
+        """
         self.move(positions.device)
         angles = positions[..., None] * self.inv_freq  # [B, n, E / 2]
         cos, sin = angles.cos() * self.scaling, angles.sin() * self.scaling
@@ -131,9 +139,13 @@ class LlamaBlock(nn.Module):
     """One decoder block whose keys may come from elsewhere than its input.
 
     Projections of the same input are one matrix, because a step of a few tokens costs by the number of calls.
+
+    Args:
+        shape: of the model.
+        layer: the block of the target that it is like, where these differ.
     """
 
-    def __init__(self, shape: LlamaShape) -> None:
+    def __init__(self, shape: LlamaShape, layer: int = 0) -> None:
         super().__init__()
         d, d_q, d_kv = shape.hidden_size, shape.n_head * shape.head_dim, shape.n_kv_head * shape.head_dim
         self.shape = shape
@@ -144,6 +156,9 @@ class LlamaBlock(nn.Module):
             self.query_norm = nn.RMSNorm(shape.head_dim, shape.rms_norm_eps)
             self.key_norm = nn.RMSNorm(shape.head_dim, shape.rms_norm_eps)
         self.mlp_norm = nn.RMSNorm(d, shape.rms_norm_eps)
+        if shape.layer_types:
+            self.rope_type = shape.rope_types.index(shape.layer_types[layer])
+            self.attended_norm, self.added_norm = (nn.RMSNorm(d, shape.rms_norm_eps) for _ in range(2))
         self.gate_up = nn.Linear(d, 2 * shape.intermediate_size, bias=shape.mlp_bias)  # rows: gate, up
         self.down = nn.Linear(shape.intermediate_size, d, bias=shape.mlp_bias)
         self.activation = ACT2FN[shape.hidden_act]
@@ -156,7 +171,7 @@ class LlamaBlock(nn.Module):
         if self.shape.qk_norm:
             queries, keys = queries_keys.split([n_head, n_kv_head], dim=1)
             queries_keys = torch.cat([self.query_norm(queries), self.key_norm(keys)], dim=1)
-        queries, keys = rotate(queries_keys, rope).to(values.dtype).split([n_head, n_kv_head], dim=1)
+        queries, keys = rotate(queries_keys, self._own(rope)).to(values.dtype).split([n_head, n_kv_head], dim=1)
         return queries, KeysValues(keys, values)
 
     def keys_values(self, memories: Tensor, rope: tuple[Tensor, Tensor]) -> KeysValues:
@@ -170,13 +185,15 @@ class LlamaBlock(nn.Module):
         keys, values = self._heads(joined).chunk(2, dim=1)
         if self.shape.qk_norm:
             keys = self.key_norm(keys)
-        return KeysValues(rotate(keys, rope).to(values.dtype), values)
+        return KeysValues(rotate(keys, self._own(rope)).to(values.dtype), values)
 
     def after_attention(self, x: Tensor, attended: Tensor) -> Tensor:
         """Return the block's output [B, n, D] from its input and what its heads attended to, [B, n, H E]."""
-        x = x + self.output(attended)
+        added = self.output(attended)
+        x = x + (self.attended_norm(added) if self.shape.layer_types else added)
         gate, up = self.gate_up(self.mlp_norm(x)).chunk(2, dim=-1)
-        return x + self.down(self.activation(gate) * up)
+        added = self.down(self.activation(gate) * up)
+        return x + (self.added_norm(added) if self.shape.layer_types else added)
 
     def forward(
         self, x: Tensor, rope: tuple[Tensor, Tensor], past: KeysValues, mask: Tensor
@@ -189,6 +206,12 @@ class LlamaBlock(nn.Module):
         queries, own = self.queries_keys_values(x, rope)
         every = KeysValues.cat([past, own])
         return self.after_attention(x, attention(queries, every.keys, every.values, mask)), own
+
+    def _own(self, rope: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+        """Return cos and sin of this block's type, [B, n, E]."""
+        if len(types := self.shape.rope_types) < 2:
+            return rope
+        return tuple(one.unflatten(-1, (2, len(types), -1))[..., self.rope_type, :].flatten(-2) for one in rope)
 
     def _heads(self, x: Tensor) -> Tensor:  # [B, n, heads * E] -> [B, heads, n, E]
         return x.unflatten(-1, (-1, self.shape.head_dim)).transpose(1, 2)

@@ -84,7 +84,7 @@ def load_target(
 def _load_model(name: str, called: str, config: PretrainedConfig, options: Mapping[str, object]) -> nn.Module:
     """Load a model that has every weight of its config. `called`: its name in messages."""
     reported = {"output_loading_info": True, "ignore_mismatched_sizes": True}  # refused below, by name
-    options = {"config": config, "attn_implementation": "sdpa", **options, **reported}
+    options = {"config": config, **options, **reported}  # with torch's attention where the model can have it
     try:
         with quiet_transformers():
             model, found = AutoModelForCausalLM.from_pretrained(name, trust_remote_code=False, **options)

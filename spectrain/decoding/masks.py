@@ -44,6 +44,17 @@ def causal_mask(n_queries: int, n_keys: int, device: torch.device) -> Tensor:
     return (torch.arange(n_keys, device=device) <= first)[None, None]
 
 
+def last_seen(mask: Tensor, window_tokens: int) -> Tensor:
+    """Keep, of the keys that each query sees, the last ones: a window over a text, or over each path of a tree.
+
+    A query sees each position of its text once and in order, so the last keys are those at the last positions.
+    """
+    if mask.shape[-1] <= window_tokens:
+        return mask
+    seen = mask.cumsum(-1, dtype=torch.int32)
+    return mask & (seen[..., -1:] - seen < window_tokens)
+
+
 def packed_mask(starts: Tensor) -> tuple[Tensor, Tensor]:
     """Return what keeps the documents of packed rows apart: position ids [B, T], and a mask [B, 1, T, T] bool.
 

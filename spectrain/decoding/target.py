@@ -1,7 +1,7 @@
 """A Hugging Face causal LM as the loop uses it: prefill, tree scoring, and captured block inputs.
 
-Llama-like models run on the lean decoder of `llama.py`. Any other full-attention decoder of transformers runs on its
-own modules (`modules.py`): it takes a complete 4-D mask, explicit position ids and our `KVCache`.
+Llama-like models run on the lean decoder of `llama.py`. Any other decoder of transformers whose layers are attention
+runs on its own modules (`modules.py`): it takes a complete 4-D mask, explicit position ids and our `KVCache`.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ class TargetModel:
     """A causal LM with the calls that decoding and training need.
 
     Args:
-        model: any full-attention Hugging Face causal LM, loaded with `attn_implementation="sdpa"`.
+        model: any Hugging Face causal LM with full attention or windows, on torch's attention where it can have that.
         tokenizer: its tokenizer; needed only where text is read or written.
         capture_layers: indices of the blocks whose inputs every forward returns; FINAL stands for the final states.
         prefill_chunk: prompt tokens per forward, where no programs read prompts; bounds the memory of long prompts.
@@ -142,7 +142,18 @@ class TargetModel:
     @cached_property  # each step asks, and transformers takes its time to answer
     def max_positions(self) -> int:
         """Tokens of the longest sequence; a very large number for models without a limit."""
-        return getattr(self.config.get_text_config(), "max_position_embeddings", None) or 2**31
+        longest = getattr(self.config.get_text_config(), "max_position_embeddings", None) or 2**31
+        return min(longest, self.rope_tokens or longest)
+
+    @property
+    def rope_tokens(self) -> int | None:
+        """Tokens up to which RoPE of type longrope has the same frequencies, None for other types.
+
+        A forward that reaches further takes others for all of its tokens. Nodes of a tree that lies across the limit
+        would not be rotated as in plain decoding, so texts end there.
+        """
+        rope = getattr(self.config.get_text_config(), "rope_parameters", None) or {}
+        return rope.get("original_max_position_embeddings") if rope.get("rope_type") == "longrope" else None
 
     @property
     def eos_ids(self) -> tuple[int, ...]:

@@ -95,7 +95,10 @@ class SpireStates(DraftStates):
         self.capture_layers = drafter.config.captured_layers
 
     def fingerprint(self) -> str:
-        return module_fingerprint(self.drafter, asdict(self.drafter.config))
+        description = asdict(self.drafter.config)
+        if not description["shape"]["layer_types"]:
+            del description["shape"]["layer_types"]  # younger than heads that name their drafter so
+        return module_fingerprint(self.drafter, description)
 
     def hidden(self, tokens: Tensor, captured: Tensor | None) -> Tensor:
         return rollout(self.drafter, tokens, captured, self.block_tokens)

@@ -53,7 +53,11 @@ def new_drafter(target: TargetModel, config: SpireConfig, init: str, kept: Tenso
         drafter.embed_tokens.load_state_dict(model.model.embed_tokens.state_dict())
     for block, layer in zip(drafter.blocks, last_layers(model, config.n_layer), strict=True):
         block.load_state_dict(block_state(model.model.layers[layer].state_dict()))
+        if config.shape.layer_types:  # scores are divided by another number than the root of the width of a head
+            block.query_norm.weight.data *= model.model.layers[layer].self_attn.scaling * config.shape.head_dim**0.5
     drafter.norm.load_state_dict(model.model.norm.state_dict())
+    if config.shape.layer_types:
+        drafter.norm.weight.data += 1  # which Gemma's norms add themselves
     if config.unembedding == "trained":
         drafter.lm_head.load_state_dict(drafter.tables.unembedding_layer(drafter.kept).state_dict())
     return drafter

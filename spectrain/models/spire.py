@@ -65,6 +65,8 @@ class SpireConfig:
     def __post_init__(self) -> None:
         if self.input == "tied" and self.unembedding == "target":
             raise UserError("input=tied trains its own unembedding; give unembedding=trained, or input=projected")
+        if self.input == "tied" and self.shape.layer_types:
+            raise UserError("input=tied cannot scale embeddings, as this target does; give input=projected or trained")
         if self.previous_state and (self.input == "tied" or not self.target_activations):
             raise UserError("previous_state=true needs input=projected or trained, and target_activations=true")
         if self.draft_vocab is not None and self.input == "tied":
@@ -147,7 +149,7 @@ class SpireDrafter(nn.Module):
             self.embed_tokens = nn.Embedding(shape.vocab_size, shape.hidden_size)
         if config.previous_state:
             self.previous = nn.Linear(shape.hidden_size, shape.hidden_size, bias=False)  # W2
-        self.blocks = nn.ModuleList(LlamaBlock(shape) for _ in range(config.n_layer))
+        self.blocks = nn.ModuleList(LlamaBlock(shape, layer) for layer in config.target_layers)
         self.norm = nn.RMSNorm(shape.hidden_size, shape.rms_norm_eps)
         if config.unembedding == "trained":
             self.lm_head = nn.Linear(shape.hidden_size, config.draft_vocab or shape.vocab_size, bias=False)

@@ -140,7 +140,7 @@ class SpireTraining(Training):
 
 
 class SpireExperiment(Experiment):
-    """A SPIRe drafter for a Llama-like target."""
+    """A SPIRe drafter for a target whose blocks it can have."""
 
     exports, drafts, reads_stores = "spire", True, True
 

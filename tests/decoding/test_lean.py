@@ -27,7 +27,7 @@ LLAMA3 |= {"original_max_position_embeddings": 32}
 
 def mistral() -> PreTrainedModel:
     torch.manual_seed(0)
-    config = MistralConfig(**COMMON, num_key_value_heads=2, sliding_window=None, head_dim=12)
+    config = MistralConfig(**COMMON, num_key_value_heads=2, sliding_window=256, head_dim=12)  # no window
     return MistralForCausalLM(config).eval().requires_grad_(False)
 
 
@@ -155,7 +155,7 @@ def test_weights_stay_in_one_place_and_move_with_the_model(model, tmp_path):
     torch.testing.assert_close(target.forward(tokens).logits.float(), expected, atol=1e-4, rtol=1e-4)
 
 
-@pytest.mark.parametrize("family", ["gemma", "gpt_neox"])
+@pytest.mark.parametrize("family", ["gemma", "gpt_neox", "mistral", "gemma3"])
 def test_other_architectures_run_on_the_modules_of_transformers(family, llama_target):
     assert llama_target.engine == "lean"
     assert TargetModel(tiny_model(family)).engine == "transformers"

@@ -93,7 +93,7 @@ def foreign_tokenizer(folder: Path) -> None:
 
 
 LACKING = ("model.layers.1.mlp.down_proj.weight", "model.layers.1.mlp.up_proj.weight")
-MISTRAL = {"model_type": "mistral", "architectures": ["MistralForCausalLM"], "sliding_window": 16}
+CHUNKED = {"model_type": "llama4_text", "layer_types": ["full_attention", "chunked_attention", "full_attention"]}
 HYBRID = {"model_type": "qwen3_next", "architectures": ["Qwen3NextForCausalLM"]}
 HYBRID["layer_types"] = ["full_attention", "linear_attention", "full_attention"]
 SPOILT = {
@@ -120,8 +120,11 @@ SPOILT = {
         r"has a weight that is no number \(model.norm.weight\); export or fetch it again",
     ),
     "masked language model": (masked_language_model, "is no causal language model"),
-    "window": (config(**MISTRAL), r"sliding_attention \(sliding_window=16\)"),
-    "hybrid": (config(**HYBRID), "linear_attention"),
+    "chunks": (config(**CHUNKED), "layers of type chunked_attention, in which no draft tree can be masked; choose"),
+    "hybrid": (
+        config(**HYBRID),
+        "layers of type linear_attention, in which no rejected draft can be taken back; choose",
+    ),
     "foreign config": (foreign_config, "needs code of its own folder, which is never run"),
     "foreign tokenizer": (foreign_tokenizer, "has no tokenizer that transformers can read"),
 }

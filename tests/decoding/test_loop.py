@@ -172,6 +172,19 @@ def test_the_whole_context_can_be_filled_by_a_drafter_that_ignores_the_room():
     assert generation.tokens == text
 
 
+def test_drafts_never_reach_over_the_length_at_which_longrope_changes():
+    factors = {"short_factor": [1.0] * 4, "long_factor": [4.0, 5.0, 6.0, 7.0]}
+    factors |= {"rope_theta": 1e4, "original_max_position_embeddings": 32, "factor": 8.0}
+    model = tiny_model("llama", rope_parameters={"rope_type": "longrope", **factors})
+    prompt = random_prompts([6])[0]
+    text = greedy_by_full_forwards(model, prompt, 26)
+    script = oracle(prompt, [*text, *range(9)], 6)
+    (generation,) = generate(TargetModel(model), script, [prompt], 26, stop_token_ids=())
+    assert generation.tokens == text
+    with pytest.raises(UserError, match="context holds 32, where its RoPE of type longrope changes; shorten"):
+        generate(TargetModel(model), script, [prompt], 27)
+
+
 def test_eos_of_the_generation_config_is_reported_as_eos(llama):
     target, prompt, text = llama
     target.model.generation_config.eos_token_id = [text[2], 60]

@@ -17,10 +17,10 @@ def pad(prompts: list[list[int]]) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("lengths", [[11], [6, 6], [5, 19, 1]], ids=str)
-def test_tree_forward_equals_separate_forwards_of_its_paths(family_target, lengths):
+def test_tree_forward_equals_separate_forwards_of_its_paths(any_target, lengths):
     generator = torch.Generator().manual_seed(0)
     prompts = random_prompts(lengths)
-    target = family_target.with_capture([0, 2])
+    target = any_target.with_capture([0, 2])
     cache = KVCache(len(lengths), block_tokens=4)
     target.prefill(pad(prompts), lengths, cache, range(len(lengths)))
     tree = tree_of(random_prompts([9] * len(lengths), seed=1), [random_parents(9, generator) for _ in lengths])
@@ -38,10 +38,10 @@ def test_tree_forward_equals_separate_forwards_of_its_paths(family_target, lengt
 
 
 @pytest.mark.parametrize("chunk", [4, 5, 64])
-def test_ragged_prefill_in_chunks_equals_plain_forward(family_target, chunk):
+def test_ragged_prefill_in_chunks_equals_plain_forward(any_target, chunk):
     lengths = [3, 17, 8]
     prompts = random_prompts(lengths)
-    target = TargetModel(family_target.model, capture_layers=[1], prefill_chunk=chunk)
+    target = TargetModel(any_target.model, capture_layers=[1], prefill_chunk=chunk)
     output = target.prefill(pad(prompts), lengths, KVCache(3), range(3))
     assert output.logits.shape == (3, 1, target.vocab_size)
     assert output.captured.shape == (3, 17, 1, 32)
@@ -70,11 +70,11 @@ def test_forward_equals_the_model_and_builds_no_mask(family_target, monkeypatch)
     torch.testing.assert_close(output.captured, torch.stack([plain.hidden_states[2], plain.hidden_states[1]], dim=2))
 
 
-def test_packed_documents_of_several_rows_are_texts_of_their_own(family_target, monkeypatch):
+def test_packed_documents_of_several_rows_are_texts_of_their_own(any_target, monkeypatch):
     lengths = [[5, 1, 9], [15], [7, 8]]
     tokens = torch.tensor(random_prompts([15, 15, 15]))
     starts = torch.tensor([[sum(row[:i]) for i, n in enumerate(row) for _ in range(n)] for row in lengths])
-    target = family_target.with_capture([0, 1])
+    target = any_target.with_capture([0, 1])
     features, masked = target.features(tokens, starts), target.forward(tokens, starts)
     torch.testing.assert_close(features.captured, masked.captured, rtol=1e-4, atol=1e-4)
     torch.testing.assert_close(target.logits_of(features.final_hidden), masked.logits, rtol=1e-4, atol=1e-4)
@@ -84,7 +84,7 @@ def test_packed_documents_of_several_rows_are_texts_of_their_own(family_target, 
         elsewhere.setattr("spectrain.decoding.target.packed_mask", None)
         with pytest.raises(TypeError):
             target.features(tokens, starts)
-    alone = family_target.with_capture([]).features(tokens, starts)
+    alone = any_target.with_capture([]).features(tokens, starts)
     assert alone.captured is None
     torch.testing.assert_close(alone.final_hidden, features.final_hidden)
 

@@ -16,7 +16,7 @@ from spectrain.decoding import Sampling, TargetModel
 from spectrain.models.draft_states import DraftStates, ModelStates, SpireStates
 from spectrain.models.labels import LabelledTexts, label_texts, mix_tokens
 from spectrain.models.spire import SpireDrafter
-from tests.conftest import VOCAB_SIZE, noisy_copy, tiny_model
+from tests.conftest import FAMILIES, SCALED, VOCAB_SIZE, WINDOWED, noisy_copy, tiny_model
 from tests.models.spire_reference import slow_rollout
 from tests.models.test_spire import make as make_spire
 
@@ -151,3 +151,14 @@ def test_mixed_texts_take_drafts_where_the_uniform_says_so():
     mixed, drafted = mix_tokens(text, drafts, may_draft, 0.15, torch.tensor([0.9, 0.9, 0.1, 0.15]))
     assert mixed.tolist() == [1, 6, 3, 8]
     assert drafted.tolist() == [False, True, False, True]
+
+
+@pytest.mark.parametrize("family", [*FAMILIES, *WINDOWED, *SCALED])
+def test_p_and_q_are_the_models_own_whatever_they_do_behind_the_unembedding(family):
+    model, draft_model = tiny_model(family), noisy_copy(tiny_model(family), 0.1)
+    target, states = TargetModel(model), ModelStates(TargetModel(draft_model), VOCAB_SIZE)
+    tokens, may_draft, uniforms = asked(states, n_rows=2)
+    found = label_texts(target, states, tokens, may_draft, Sampling(1.0), uniforms)
+    for probabilities, other in ((found.p, model), (found.q, draft_model)):
+        expected = other(tokens).logits.softmax(-1)[:, N_PROMPT - 1 : -1].gather(2, found.drafts[:, N_PROMPT:])
+        torch.testing.assert_close(probabilities[:, N_PROMPT:], expected, rtol=1e-3, atol=1e-5)

@@ -10,6 +10,7 @@ from transformers.models.llama.modeling_llama import apply_rotary_pos_emb, repea
 
 from spectrain.decoding import TargetModel
 from spectrain.decoding.lean import shape_of
+from spectrain.decoding.llama import attention, grouped
 from spectrain.decoding.target import FINAL
 from spectrain.errors import UserError
 from spectrain.models.pruned_init import last_layers, new_drafter
@@ -49,6 +50,24 @@ def make(
     if config.input != "tied":  # as after a fit: of the size of a block's input
         (drafter.input if config.input == "projected" else drafter.embed_tokens).weight.data.normal_()
     return TargetModel(model, capture_layers=config.captured_layers), drafter.eval().requires_grad_(False)
+
+
+def test_blocks_of_gemma_compute_what_the_targets_own_do():
+    """One has full attention and the other a window, so their RoPE differs; the text is no longer than the window."""
+    target, drafter = make("gemma3", input="projected", unembedding="target")
+    for name, parameter in target.model.named_parameters():
+        if "norm" in name:
+            parameter.normal_()
+    drafter = new_drafter(target, drafter.config, "pruned")
+    states = target.model(torch.tensor([[7, 8, 9, 10]]), output_hidden_states=True).hidden_states
+    rope, mask = drafter.rope(torch.arange(4)[None]), torch.ones(4, 4, dtype=torch.bool).tril()[None, None]
+    x = states[1]  # what the block behind the first one reads
+    for block in drafter.blocks:
+        queries, own = block.queries_keys_values(x, rope)
+        x = block.after_attention(x, attention(queries, own.keys, own.values, grouped(mask, block.shape)))
+    torch.testing.assert_close(drafter.norm(x), states[-1], rtol=1e-4, atol=1e-4)
+    with pytest.raises(UserError, match="input=tied cannot scale embeddings"):
+        make("gemma3")
 
 
 @pytest.mark.parametrize(
