@@ -50,6 +50,11 @@ log = logging.getLogger(__name__)
 RANK_ZERO_SPEAKS_WITHIN_S = 5.0
 SHORTHANDS = {"target": "target.path", "corpus": "corpus.path"}
 FREE_TEXT = ("prompt",)
+QUOTED = r"""(?:"(?:\\.|[^"])*"|'(?:\\.|[^'])*')"""
+NO_QUOTES = (
+    rf"{QUOTED}|(?!(?i:true|false|nan|inf)$)[A-Za-z_./][A-Za-z0-9_./-]*"  # paths that Hydra reads as typed, and null
+)
+ONE_OF_SEVERAL = rf"\s*{QUOTED}\s*(?=,|$)|(?:\([^)]*\)|\[[^]]*\]|\{{[^}}]*\}}|[^,])+"  # values between commas
 SPIN_ROUNDS = "1000"  # of a waiting thread, some ten microseconds, before it sleeps and leaves its core to others
 PIPE_CLOSED = 141  # exit code of other tools whose stdout ends at a reader that has left
 UNHELPFUL_WARNINGS = (
@@ -134,6 +139,7 @@ def expand_shorthands(arguments: Sequence[str], name: str) -> list[str]:
         UserError: an argument has no name, or would remove an option.
     """
     (_, groups), paths, expanded = COMMANDS[name], config.paths_of(name), []
+    quote = quoted_path if {"-m", "--multirun"}.isdisjoint(arguments) else quoted_paths
     for argument in arguments:
         key, _, value = argument.partition("=")
         if argument.startswith("="):
@@ -152,8 +158,8 @@ def expand_shorthands(arguments: Sequence[str], name: str) -> list[str]:
             if key in SHORTHANDS and value not in ("", "null") and not (key in groups and is_file_of(key, value)):
                 key = SHORTHANDS[key]
                 argument = f"{key}={value}"
-            if key in paths and re.search(r"[=(){}:\s$]", value) and value[0] not in "[\"'":
-                argument = f"{key}={quoted(value)}"
+            if value and key.lstrip("+") in paths:
+                argument = f"{key}={quote(value)}"
             if key.startswith("sampling.") and "sampling" in groups:
                 argument = f"++{argument}"  # where no sampling is chosen, one option of it may be given all the same
         expanded.append(argument)
@@ -192,6 +198,18 @@ def quoted(text: str) -> str:
     """Quote text for Hydra's override grammar, whose syntax has parentheses, colons and dollars."""
     text = text.replace("${", "\\${")  # no interpolation
     return '"' + re.sub(r'(\\*)("|$)', lambda m: 2 * m[1] + ("\\" + m[2] if m[2] else ""), text) + '"'
+
+
+def quoted_path(value: str) -> str:
+    """Quote a path, or each one in `[a,b]`. What stands in quotes already is left so."""
+    if re.fullmatch(NO_QUOTES, value):
+        return value
+    return f"[{quoted_paths(value[1:-1])}]" if value[0] + value[-1] == "[]" else quoted(value)
+
+
+def quoted_paths(values: str) -> str:
+    """Quote each one of several paths between commas."""
+    return ",".join(quoted_path(one.strip()) for one in re.findall(ONE_OF_SEVERAL, values))
 
 
 def as_override(value: object) -> str:

@@ -10,6 +10,8 @@ from pathlib import Path
 
 import pytest
 import yaml
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from omegaconf import OmegaConf
 
 from spectrain import config
 from spectrain.cli import composed, expand_shorthands
@@ -87,7 +89,7 @@ def test_every_option_says_what_it_means(name):
         ("generate", "chat=maybe", "chat=maybe must be true or false, or auto"),
         ("generate", "stop_strings=x", "stop_strings=x must be a list, with each value a text"),
         ("bench", "max_nodes=1", "max_nodes=1 must be a whole number of at least 2, or auto or paper, or null"),
-        ("bench", "drafter=5", "drafter=5 must be a name or a list of names"),
+        ("bench", "methods=5", "methods=5 must be a name or a list of names"),
         ("train", "+exp=spire tau.context_tokens=[[1]]", "tau.context_tokens=[[1]] must be a list, with each value a"),
         ("datastore", "keep=0", "keep=0 must be a number above 0, or a whole number above 0, or null"),
         ("train", "+exp=spire k=0", "k=0 must be a whole number of at least 1"),
@@ -142,6 +144,47 @@ def test_a_method_may_be_an_exported_folder(tmp_path):
     assert options("generate", f"method={folder}").method["head"] == str(folder)
     with pytest.raises(UserError, match="method=no/where does not exist"):
         expand_shorthands(["method=no/where"], "generate")
+
+
+ODD_PATHS = [
+    "lr=0.1",
+    "run(2)",
+    "a b",
+    "a{b,c}",
+    "donn\u00e9es",
+    "007",
+    "1e3",
+    "true",
+    "~x",
+    "a\"b'c",
+    "${x}",
+    "b\\",
+    "-x",
+    "[a]b",
+]
+
+
+@pytest.mark.parametrize("path", [*ODD_PATHS, "a,b"])
+def test_a_path_is_taken_as_typed(path):
+    every = ["target", "out", "drafter", "head", "datastore", "prompts", "method.drafter"]
+    lists = [f"{name}={path}" if path == "a,b" else f"{name}=[{path}, run(2)]" for name in ("drafter", "prompts")]
+    composed_each = composed(
+        "bench", *(f"{'++' if '.' in name else ''}{name}={path}" for name in every), "method=spire"
+    )
+    assert [OmegaConf.select(composed_each, "target.path" if name == "target" else name) for name in every] == [
+        path
+    ] * 7
+    of_lists = OmegaConf.to_container(composed("bench", *lists), resolve=True)
+    wanted = path if path == "a,b" else [path, "run(2)"]
+    assert [of_lists["drafter"], of_lists["prompts"]] == [wanted, wanted]
+
+
+@pytest.mark.parametrize("path", ODD_PATHS[:-1])
+def test_a_sweep_over_paths_takes_each_as_typed(path):
+    _, argument = expand_shorthands(["-m", f"drafter={path},a=1,[{path},c]"], "bench")
+    values = list(OverridesParser.create().parse_override(argument).sweep_iterator())
+    values[2] = [getattr(one, "text", one) for one in values[2]]
+    assert [getattr(one, "text", one) for one in values] == [path, "a=1", [path, "c"]]
 
 
 def test_jobs_of_a_sweep_go_on_when_one_is_wrong(run):
