@@ -179,7 +179,7 @@ def test_a_path_is_taken_as_typed(path):
     assert [of_lists["drafter"], of_lists["prompts"]] == [wanted, wanted]
 
 
-@pytest.mark.parametrize("path", ODD_PATHS[:-1])
+@pytest.mark.parametrize("path", [path for path in ODD_PATHS[:-1] if path != "${x}"])  # Hydra resolves it later
 def test_a_sweep_over_paths_takes_each_as_typed(path):
     _, argument = expand_shorthands(["-m", f"drafter={path},a=1,[{path},c]"], "bench")
     values = list(OverridesParser.create().parse_override(argument).sweep_iterator())
