@@ -82,21 +82,13 @@ def run(module: str) -> None:
     failed: list[str] = []  # jobs of a sweep
 
     def job(cfg: DictConfig) -> None:
-        with one_sentence(name):  # within the job: Hydra would print an error of its own
+        with one_sentence(name, failed if in_multirun() else None):  # within it: Hydra would print an error of its own
             try:
                 options = config.options_of(name, cfg)
                 main = importlib.import_module(module).main
                 quiet_libraries()
                 importlib.import_module("spectrain.training.settled").settle(options)
                 main(options)
-            except UserError as error:
-                if not in_multirun():
-                    raise
-                if isinstance(error, FinishedRun):  # an interrupted sweep goes on with what is left
-                    log.info("already finished, skipping: %s", error)
-                    return
-                failed.append(f"{' '.join(HydraConfig.get().overrides.task)}: {error}")
-                log.error("this job failed, the others go on: %s", failed[-1])
             finally:
                 if "wandb" in sys.modules:  # in a multirun each job is a W&B run of its own
                     sys.modules["wandb"].finish(exit_code=int(sys.exc_info()[0] is not None))
@@ -222,15 +214,22 @@ def as_override(value: object) -> str:
 
 
 @contextlib.contextmanager
-def one_sentence(name: str) -> Iterator[None]:
-    """Turn what the user did wrong into one line on stderr and exit code 2, and signals likewise into 130 or 143."""
+def one_sentence(name: str, failed: list[str] | None = None) -> Iterator[None]:
+    """Turn what the user did wrong into one line on stderr and exit code 2, and signals likewise into 130 or 143.
+
+    One job of a sweep adds the line to `failed` instead, with its options, and the others go on. So it does with an
+    error of the code, whose traceback is logged.
+    """
     try:
         with interruptible(), naming_a_full_disk(Path.cwd()):
             yield
             sys.stdout.flush()
         return
     except UserError as error:
-        sentence = str(error) if is_mine_to_say(error) else None
+        if failed is not None and isinstance(error, FinishedRun):  # an interrupted sweep goes on with what is left
+            log.info("already finished, skipping: %s", error)
+            return
+        sentence = str(error) if failed is not None or is_mine_to_say(error) else None
     except MissingMandatoryValue as error:
         sentence = f"{error.full_key} is missing; give {error.full_key}=..."
     except OmegaConfBaseException as error:
@@ -240,10 +239,18 @@ def one_sentence(name: str) -> Iterator[None]:
     except BrokenPipeError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # Python would fail at what it still holds
         raise SystemExit(PIPE_CLOSED) from None
-    except OSError as error:
-        if error.filename is None:
+    except Exception as error:
+        if isinstance(error, OSError) and error.filename is not None:
+            sentence = f"{error.filename} cannot be read or written ({error.strerror}); see to it, or give another path"
+        elif failed is None:
             raise
-        sentence = f"{error.filename} cannot be read or written ({error.strerror}); see to it, or give another path"
+        else:
+            sentence = f"{type(error).__name__}: {error}"
+            log.exception("an error of spectrain")
+    if failed is not None:
+        failed.append(f"{' '.join(HydraConfig.get().overrides.task)}: {' '.join(sentence.split())}")
+        log.error("this job failed, the others go on: %s", failed[-1])
+        return
     if sentence is not None:
         print(f"error: {' '.join(sentence.split())}", file=sys.stderr)
     raise SystemExit(2)

@@ -13,6 +13,7 @@ import yaml
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from omegaconf import OmegaConf
 
+import spectrain.generate
 from spectrain import config
 from spectrain.cli import composed, expand_shorthands
 from spectrain.config import COMMANDS, GROUPS, conf_dir, options_of, plain
@@ -187,12 +188,29 @@ def test_a_sweep_over_paths_takes_each_as_typed(path):
     assert [getattr(one, "text", one) for one in values] == [path, "a=1", [path, "c"]]
 
 
-def test_jobs_of_a_sweep_go_on_when_one_is_wrong(run):
-    code, out, err = run("generate", "-m", "prompt=def f", "method=pld", "baseline=false", "max_new_tokens=0,4")
+def test_jobs_of_a_sweep_go_on_when_others_fail(run, monkeypatch):
+    build = spectrain.generate.build_configured
+
+    def some_fail(options, *others):
+        if options.max_new_tokens == 2:
+            raise PermissionError(13, "Permission denied", "a/file")
+        if options.max_new_tokens == 3:
+            raise RuntimeError("an error of the code")
+        return build(options, *others)
+
+    monkeypatch.setattr("spectrain.generate.build_configured", some_fail)
+    code, out, err = run("generate", "-m", "prompt=def f", "method=pld", "baseline=false", "max_new_tokens=0,2,3,4")
     assert code == 2
     assert "4 tokens (length)" in out
-    assert err.splitlines()[-1].endswith("max_new_tokens=0 must be a whole number of at least 1")
-    assert err.splitlines()[-1].startswith("error: 1 of the jobs failed: ")
+    *lines, last = err.splitlines()
+    assert last.startswith("error: 3 of the jobs failed: ")
+    for number, why in (
+        (0, "max_new_tokens=0 must be"),
+        (2, "a/file cannot be read"),
+        (3, "RuntimeError: an error of"),
+    ):
+        assert f"max_new_tokens={number}: {why}" in last
+    assert "RuntimeError: an error of the code" in lines  # of a traceback
 
 
 def asked(tmp_path: Path, *arguments: str, stdout: int = subprocess.PIPE) -> subprocess.CompletedProcess:
