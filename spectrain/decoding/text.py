@@ -107,40 +107,31 @@ class Pieces:
     def __init__(self, tokenizer: PreTrainedTokenizerBase, dropped: Iterable[int] = ()) -> None:
         self.tokenizer, self.dropped = tokenizer, frozenset(dropped)
         self.tokens: list[int] = []  # the last ones: the text of a token depends on its neighbours
-        self.text = ""  # of these
-        self.given = 0  # characters of it that were given out
+        self.given = 0  # characters of their text that were given out
 
     def add(self, token: int) -> str:
         """Return the text that can be printed now, which may be empty."""
         name = self.tokenizer.convert_ids_to_tokens(token)
-        if name is None or token in self.dropped or self._is_special(token):
+        is_special = self.tokenizer.decode([token]) and not self._text([token])
+        if name is None or is_special or token in self.dropped:
             return ""
         self.tokens.append(token)
         # If one byte of a run is wrong, all bytes of the run become U+FFFD, so it is known only when the run has ended.
         if BYTE.fullmatch(name):
             return ""
-        text = self._decoded()
+        text = self._text(self.tokens)
         settled = CLEANED.sub("", text) if self.tokenizer.clean_up_tokenization_spaces else text.removesuffix("\ufffd")
         piece = text[self.given : len(settled)]
-        self.text, self.given = text, max(self.given, len(settled))
-        self._forget()
+        self.given = max(self.given, len(settled))
+        # The last tokens are enough if what is held back, and the character before it, are their text, too.
+        last = self._text(self.tokens[-CONTEXT_TOKENS:])
+        if self.given and last.endswith(text[self.given - 1 :]):
+            self.tokens, self.given = self.tokens[-CONTEXT_TOKENS:], self.given + len(last) - len(text)
         return piece
 
     def end(self) -> str:
         """Return what was held back, after the last token."""
-        return self._decoded()[self.given :]
+        return self._text(self.tokens)[self.given :]
 
-    def _forget(self) -> None:
-        """Keep the last tokens only, if what was not given out yet, and the character before it, are their text too."""
-        kept = self.tokens[-CONTEXT_TOKENS:]
-        text, held = self._decoded(kept), self.text[max(self.given - 1, 0) :]
-        if self.given and text.endswith(held):
-            self.given -= len(self.text) - len(text)
-            self.tokens, self.text = kept, text
-
-    def _decoded(self, tokens: list[int] | None = None) -> str:
-        return self.tokenizer.decode(self.tokens if tokens is None else tokens, skip_special_tokens=True)
-
-    def _is_special(self, token: int) -> bool:
-        """Whether the token is one that `skip_special_tokens` leaves out."""
-        return bool(self.tokenizer.decode([token])) and not self._decoded([token])
+    def _text(self, tokens: list[int]) -> str:
+        return self.tokenizer.decode(tokens, skip_special_tokens=True)

@@ -129,11 +129,3 @@ def test_a_character_of_byte_tokens_is_given_out_once_their_run_has_ended():
     given_out = [pieces.add(token) for token in tokenizer.convert_tokens_to_ids(names)]
     assert given_out == ["a", "", "", "", "", "\u20acs", "", ""]
     assert pieces.end() == "\ufffd\ufffd"  # the text ends within a character
-
-
-def test_a_character_is_held_back_until_all_its_bytes_are_there(target):
-    ids = target.tokenizer("x = '\u20ac\U0001f600'")["input_ids"]
-    pieces = Pieces(target.tokenizer)
-    texts = [pieces.add(token) for token in ids]
-    assert "".join(texts) == "x = '\u20ac\U0001f600'"
-    assert not any("\ufffd" in text for text in texts)
