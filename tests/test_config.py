@@ -12,6 +12,7 @@ import pytest
 import yaml
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from omegaconf import OmegaConf
+from wandb.sdk.launch.sweeps.utils import create_sweep_command_args
 
 import spectrain.generate
 from spectrain import config
@@ -67,10 +68,13 @@ def test_every_folder_of_conf_is_a_group_of_some_command():
 @pytest.mark.parametrize("path", sorted(conf_dir().glob("sweep/*.yaml")), ids=lambda path: path.stem)
 def test_sweeps_change_options_that_exist(path):
     sweep = yaml.safe_load(path.read_text())
-    fixed = [word for word in sweep["command"] if "=" in word and not word.startswith("$")]
-    choices = {name: values["values"] for name, values in sweep["parameters"].items()}
+    assert (sweep["method"] == "bayes") == ("run_cap" in sweep)  # the other methods end by themselves
+    assert sweep["command"][1] == "torchrun"
+    fixed = [word for word in sweep["command"] if "=" in word and word[0] not in "$-"]
+    choices = {name: one.get("values", [one.get("value")]) for name, one in sweep["parameters"].items()}
     for number in range(max(map(len, choices.values()))):  # each value once, beside one of each other parameter
-        options("train", *fixed, *(f"{name}={values[number % len(values)]}" for name, values in choices.items()))
+        asked = {name: {"value": values[number % len(values)]} for name, values in choices.items()}
+        options("train", *fixed, *create_sweep_command_args({"args": asked})["args_no_hyphens"])
 
 
 @pytest.mark.parametrize("name", COMMANDS)

@@ -32,9 +32,9 @@ def wandb(run: RunFolder, project: str, group: str, tags: Sequence[str], name: s
     """CSV, and a run of Weights & Biases on rank zero."""
     if rank_zero_only.rank != 0:
         return csv(run)
-    options = {"project": project, "group": group, "tags": list(tags), "name": name or run.name, "mode": wandb_mode()}
-    if run_of_agent():  # there W&B ignores a passed id
+    if run_of_agent():  # W&B ignores a passed id there, and reads this one once
         os.environ["WANDB_RUN_ID"] = run.id
+    options = {"project": project, "group": group, "tags": list(tags), "name": name or run.name, "mode": wandb_mode()}
     # A resumed run goes on in the same W&B run.
     return [*csv(run), WandbLogger(version=run.id, save_dir=run.path, config=run.config, **options)]
 
@@ -48,7 +48,8 @@ def answer_agent(run: RunFolder, asked: str) -> None:
         return
     import wandb
 
-    wandb.teardown(0)  # it reads its environment once
+    wandb.finish()
+    wandb.teardown(0)  # so that it reads its environment once more
     result = run.read(run.result)
     loggers = instantiate(run.config["logger"], _partial_=True, _convert_="all")(dataclasses.replace(run, id=asked))
     for logger in loggers:
