@@ -51,9 +51,7 @@ RANK_ZERO_SPEAKS_WITHIN_S = 5.0
 SHORTHANDS = {"target": "target.path", "corpus": "corpus.path"}
 FREE_TEXT = ("prompt",)
 QUOTED = r"""(?:"(?:\\.|[^"])*"|'(?:\\.|[^'])*')"""
-NO_QUOTES = (
-    rf"{QUOTED}|(?!(?i:true|false|nan|inf)$)[A-Za-z_./][A-Za-z0-9_./-]*"  # paths that Hydra reads as typed, and null
-)
+NO_QUOTES = rf"{QUOTED}|(?!(?i:true|false|nan|inf)$)[A-Za-z_./][A-Za-z0-9_./-]*"  # what Hydra reads as typed
 ONE_OF_SEVERAL = rf"\s*{QUOTED}\s*(?=,|$)|(?:\([^)]*\)|\[[^]]*\]|\{{[^}}]*\}}|[^,])+"  # values between commas
 SPIN_ROUNDS = "1000"  # of a waiting thread, some ten microseconds, before it sleeps and leaves its core to others
 PIPE_CLOSED = 141  # exit code of other tools whose stdout ends at a reader that has left
@@ -246,7 +244,7 @@ def one_sentence(name: str, failed: list[str] | None = None) -> Iterator[None]:
             raise
         else:
             sentence = f"{type(error).__name__}: {error}"
-            log.exception("an error of spectrain")
+            log.exception("not an error of the options")
     if failed is not None:
         failed.append(f"{' '.join(HydraConfig.get().overrides.task)}: {' '.join(sentence.split())}")
         log.error("this job failed, the others go on: %s", failed[-1])
