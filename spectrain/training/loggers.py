@@ -11,7 +11,6 @@ import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from hydra.utils import instantiate
 from lightning import Trainer
 from lightning.pytorch.loggers import CSVLogger, Logger, WandbLogger
 from lightning.pytorch.utilities import rank_zero_only
@@ -44,18 +43,17 @@ def answer_agent(run: RunFolder, asked: str) -> None:
 
     The sweep asked for a combination twice: it was trained before, or an interrupted run of it went on.
     """
-    if rank_zero_only.rank != 0 or asked == run.id:
+    node = dict(run.config["logger"])
+    if rank_zero_only.rank != 0 or asked == run.id or node.pop("_target_") != f"{__name__}.wandb":
         return
-    import wandb
+    from wandb import finish, teardown
 
-    wandb.finish()
-    wandb.teardown(0)  # so that it reads its environment once more
+    finish()
+    teardown(0)  # so that W&B reads its environment once more
+    *_, logger = wandb(dataclasses.replace(run, id=asked), **node)
     result = run.read(run.result)
-    loggers = instantiate(run.config["logger"], _partial_=True, _convert_="all")(dataclasses.replace(run, id=asked))
-    for logger in loggers:
-        if isinstance(logger, WandbLogger):
-            logger.log_metrics(result["metrics"] | measured(result))
-            log.info("the W&B run %s of the sweep got the numbers of %s, which is finished", asked, run.path)
+    logger.log_metrics(result["metrics"] | measured(result))
+    log.info("the W&B run %s of the sweep got the numbers of %s, which is finished", asked, run.path)
 
 
 def measured(result: Mapping) -> dict[str, float]:
