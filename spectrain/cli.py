@@ -50,6 +50,9 @@ log = logging.getLogger(__name__)
 RANK_ZERO_SPEAKS_WITHIN_S = 5.0
 SHORTHANDS = {"target": "target.path", "corpus": "corpus.path"}
 FREE_TEXT = ("prompt",)
+QUOTED = r"""(?:"(?:\\.|[^"])*"|'(?:\\.|[^'])*')"""
+NO_QUOTES = rf"{QUOTED}|(?!(?i:true|false|nan|inf)$)[A-Za-z_./][A-Za-z0-9_./-]*"  # what Hydra reads as typed
+ONE_OF_SEVERAL = rf"\s*{QUOTED}\s*(?=,|$)|(?:\([^)]*\)|\[[^]]*\]|\{{[^}}]*\}}|[^,])+"  # values between commas
 SPIN_ROUNDS = "1000"  # of a waiting thread, some ten microseconds, before it sleeps and leaves its core to others
 PIPE_CLOSED = 141  # exit code of other tools whose stdout ends at a reader that has left
 UNHELPFUL_WARNINGS = (
@@ -77,21 +80,13 @@ def run(module: str) -> None:
     failed: list[str] = []  # jobs of a sweep
 
     def job(cfg: DictConfig) -> None:
-        with one_sentence(name):  # within the job: Hydra would print an error of its own
+        with one_sentence(name, failed if in_multirun() else None):  # within it: Hydra would print an error of its own
             try:
                 options = config.options_of(name, cfg)
                 main = importlib.import_module(module).main
                 quiet_libraries()
                 importlib.import_module("spectrain.measure.settled").settle(options)
                 main(options)
-            except UserError as error:
-                if not in_multirun():
-                    raise
-                if isinstance(error, FinishedRun):  # an interrupted sweep goes on with what is left
-                    log.info("already finished, skipping: %s", error)
-                    return
-                failed.append(f"{' '.join(HydraConfig.get().overrides.task)}: {error}")
-                log.error("this job failed, the others go on: %s", failed[-1])
             finally:
                 if "wandb" in sys.modules:  # in a multirun each job is a W&B run of its own
                     sys.modules["wandb"].finish(exit_code=int(sys.exc_info()[0] is not None))
@@ -136,6 +131,7 @@ def expand_shorthands(arguments: Sequence[str], name: str) -> list[str]:
         UserError: an argument has no name, or would remove an option.
     """
     (_, groups), paths, expanded = COMMANDS[name], config.paths_of(name), []
+    quote = quoted_path if {"-m", "--multirun"}.isdisjoint(arguments) else quoted_paths
     for argument in arguments:
         key, _, value = argument.partition("=")
         if argument.startswith("="):
@@ -154,8 +150,8 @@ def expand_shorthands(arguments: Sequence[str], name: str) -> list[str]:
             if key in SHORTHANDS and value not in ("", "null") and not (key in groups and is_file_of(key, value)):
                 key = SHORTHANDS[key]
                 argument = f"{key}={value}"
-            if key in paths and re.search(r"[=(){}:\s$]", value) and value[0] not in "[\"'":
-                argument = f"{key}={quoted(value)}"
+            if value and key.lstrip("+") in paths:
+                argument = f"{key}={quote(value)}"
             if key == "recipe":
                 argument = f"+{argument}"
             if key.startswith("sampling.") and "sampling" in groups:
@@ -199,6 +195,18 @@ def quoted(text: str) -> str:
     return '"' + re.sub(r'(\\*)("|$)', lambda m: 2 * m[1] + ("\\" + m[2] if m[2] else ""), text) + '"'
 
 
+def quoted_path(value: str) -> str:
+    """Quote a path, or each one in `[a,b]`. What stands in quotes already is left so."""
+    if re.fullmatch(NO_QUOTES, value):
+        return value
+    return f"[{quoted_paths(value[1:-1])}]" if value[0] + value[-1] == "[]" else quoted(value)
+
+
+def quoted_paths(values: str) -> str:
+    """Quote each one of several paths between commas."""
+    return ",".join(quoted_path(one.strip()) for one in re.findall(ONE_OF_SEVERAL, values))
+
+
 def as_override(value: object) -> str:
     """A plain value in Hydra's override grammar."""
     if isinstance(value, Mapping):
@@ -209,15 +217,22 @@ def as_override(value: object) -> str:
 
 
 @contextlib.contextmanager
-def one_sentence(name: str) -> Iterator[None]:
-    """Turn what the user did wrong into one line on stderr and exit code 2, and signals likewise into 130 or 143."""
+def one_sentence(name: str, failed: list[str] | None = None) -> Iterator[None]:
+    """Turn what the user did wrong into one line on stderr and exit code 2, and signals likewise into 130 or 143.
+
+    One job of a sweep adds the line to `failed` instead, with its options, and the others go on. So it does with an
+    error of the code, whose traceback is logged.
+    """
     try:
         with interruptible(), naming_a_full_disk(Path.cwd()):
             yield
             sys.stdout.flush()
         return
     except UserError as error:
-        sentence = str(error) if is_mine_to_say(error) else None
+        if failed is not None and isinstance(error, FinishedRun):  # an interrupted sweep goes on with what is left
+            log.info("already finished, skipping: %s", error)
+            return
+        sentence = str(error) if failed is not None or is_mine_to_say(error) else None
     except MissingMandatoryValue as error:
         sentence = f"{error.full_key} is missing; give {error.full_key}=..."
     except OmegaConfBaseException as error:
@@ -227,10 +242,18 @@ def one_sentence(name: str) -> Iterator[None]:
     except BrokenPipeError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # Python would fail at what it still holds
         raise SystemExit(PIPE_CLOSED) from None
-    except OSError as error:
-        if error.filename is None:
+    except Exception as error:
+        if isinstance(error, OSError) and error.filename is not None:
+            sentence = f"{error.filename} cannot be read or written ({error.strerror}); see to it, or give another path"
+        elif failed is None:
             raise
-        sentence = f"{error.filename} cannot be read or written ({error.strerror}); see to it, or give another path"
+        else:
+            sentence = f"{type(error).__name__}: {error}"
+            log.exception("not an error of the options")
+    if failed is not None:
+        failed.append(f"{' '.join(HydraConfig.get().overrides.task)}: {' '.join(sentence.split())}")
+        log.error("this job failed, the others go on: %s", failed[-1])
+        return
     if sentence is not None:
         print(f"error: {' '.join(sentence.split())}", file=sys.stderr)
     raise SystemExit(2)

@@ -57,7 +57,7 @@ def main(options: Generate) -> None:
         verification=options.verification,
         stop_strings=tuple(options.stop_strings),
     )
-    console, pieces = Console(highlight=False, soft_wrap=True), Pieces(target.tokenizer)
+    console, pieces = Console(highlight=False, soft_wrap=True), Pieces(target.tokenizer, target.eos_ids)
     steps = decode(drafter)
     first = next(steps)  # before anything is printed: a prompt that is refused is one sentence
     is_chat = options.chat is not False and target.tokenizer.chat_template is not None
@@ -66,7 +66,8 @@ def main(options: Generate) -> None:
         for token, source in zip(step.tokens, step.sources, strict=True):
             if text := pieces.add(token):
                 console.print(Text(text, style=COLOURS.get(Source(source), "")), end="")
-    console.print(f"\n\n{summary(step.generation)}")
+    console.print(Text(pieces.end()), end="\n\n")
+    console.print(summary(step.generation))
     if ran := shares_of(step.generation.choices):
         shares = (f"{name} {100 * one['share']:.0f} %" for name, one in ran.items())
         console.print(f"steps: {', '.join(shares)}", style="dim")

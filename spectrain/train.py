@@ -20,6 +20,7 @@ if __name__ == "__main__":  # first, so that --help and a wrong option are answe
 
 import contextlib
 import logging
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -33,7 +34,7 @@ from spectrain.cli import in_multirun, open_target
 from spectrain.config import plain
 from spectrain.config.training import Train
 from spectrain.decoding import Drafter
-from spectrain.errors import UserError
+from spectrain.errors import FinishedRun, UserError
 from spectrain.measure.plots import calibration, training_pictures, write_png
 from spectrain.measure.settled import plan_for, settled
 from spectrain.measure.tables import depth_table, head_table, memory_table, show, speed_table, tau_table
@@ -45,8 +46,8 @@ from spectrain.serving.exporting import Export, tokens_of, write_export
 from spectrain.training.base import Experiment, Parts
 from spectrain.training.callbacks import UNKNOWN_STEPS
 from spectrain.training.fit import final_metrics, fit, target_device
-from spectrain.training.loggers import publish
-from spectrain.training.runs import RunFolder
+from spectrain.training.loggers import answer_agent, publish
+from spectrain.training.runs import RunFolder, run_of_agent
 
 log = logging.getLogger(__name__)
 
@@ -57,12 +58,20 @@ def main(options: Train) -> None:
     if options.plan:
         show_plan(settled(plain(options)))
         return
-    with RunFolder.claim(plain(options), settle=settled) as run:
-        if rank_zero_only.rank == 0:
-            with run.export_folder(options.out):  # a folder that cannot be made is refused before the training
-                pass
-        seed_everything(options.seed, verbose=False)
-        train(options, run)
+    asked, config = run_of_agent(), plain(options)
+    try:
+        with RunFolder.claim(config, settle=settled) as run:
+            if rank_zero_only.rank == 0:
+                with run.export_folder(options.out):  # a folder that cannot be made is refused before the training
+                    pass
+            seed_everything(options.seed, verbose=False)
+            train(options, run)
+    except FinishedRun:
+        if not asked:
+            raise
+        run = replace(RunFolder.open(RunFolder.path_of(config)), config=config)
+    if asked:
+        answer_agent(run, asked)
 
 
 def train(options: Train, run: RunFolder) -> None:
@@ -145,7 +154,7 @@ def finish(options: Train, trainer: Trainer, export: Export, parts: Parts) -> No
     pictures = {name: run.path / f"{Path(name).name}.png" for name in drawn}
     for name, file in pictures.items():
         write_png(drawn[name], file)
-    publish(trainer, run, out, about(export.experiment.exports).option, pictures)
+    publish(trainer, run, result, out, about(export.experiment.exports).option, pictures)
     run.finish(result)
     Console().print(f"exported to {out}", highlight=False)
     if bins:

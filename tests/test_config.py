@@ -10,7 +10,11 @@ from pathlib import Path
 
 import pytest
 import yaml
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from omegaconf import OmegaConf
+from wandb.sdk.launch.sweeps.utils import create_sweep_command_args
 
+import spectrain.generate
 from spectrain import config
 from spectrain.cli import composed, expand_shorthands
 from spectrain.config import COMMANDS, GROUPS, conf_dir, options_of, plain
@@ -72,10 +76,13 @@ def test_a_recipe_changes_an_experiment_and_gives_way_to_what_is_typed():
 @pytest.mark.parametrize("path", sorted(conf_dir().glob("sweep/*.yaml")), ids=lambda path: path.stem)
 def test_sweeps_change_options_that_exist(path):
     sweep = yaml.safe_load(path.read_text())
-    fixed = [word for word in sweep["command"] if "=" in word and not word.startswith("$")]
-    choices = {name: values["values"] for name, values in sweep["parameters"].items()}
+    assert (sweep["method"] == "bayes") == ("run_cap" in sweep)  # the other methods end by themselves
+    assert sweep["command"][1] == "torchrun"
+    fixed = [word for word in sweep["command"] if "=" in word and word[0] not in "$-"]
+    choices = {name: one.get("values", [one.get("value")]) for name, one in sweep["parameters"].items()}
     for number in range(max(map(len, choices.values()))):  # each value once, beside one of each other parameter
-        options("train", *fixed, *(f"{name}={values[number % len(values)]}" for name, values in choices.items()))
+        asked = {name: {"value": values[number % len(values)]} for name, values in choices.items()}
+        options("train", *fixed, *create_sweep_command_args({"args": asked})["args_no_hyphens"])
 
 
 @pytest.mark.parametrize("name", COMMANDS)
@@ -95,7 +102,7 @@ def test_every_option_says_what_it_means(name):
         ("generate", "chat=maybe", "chat=maybe must be true or false, or auto"),
         ("generate", "stop_strings=x", "stop_strings=x must be a list, with each value a text"),
         ("bench", "max_nodes=1", "max_nodes=1 must be a whole number of at least 2, or auto or paper, or null"),
-        ("bench", "drafter=5", "drafter=5 must be a name or a list of names"),
+        ("bench", "methods=5", "methods=5 must be a name or a list of names"),
         ("train", "+exp=spire tau.context_tokens=[[1]]", "tau.context_tokens=[[1]] must be a list, with each value a"),
         ("datastore", "keep=0", "keep=0 must be a number above 0, or a whole number above 0, or null"),
         ("train", "+exp=spire k=0", "k=0 must be a whole number of at least 1"),
@@ -152,12 +159,70 @@ def test_a_method_may_be_an_exported_folder(tmp_path):
         expand_shorthands(["method=no/where"], "generate")
 
 
-def test_jobs_of_a_sweep_go_on_when_one_is_wrong(run):
-    code, out, err = run("generate", "-m", "prompt=def f", "method=pld", "baseline=false", "max_new_tokens=0,4")
+ODD_PATHS = [
+    "lr=0.1",
+    "run(2)",
+    "a b",
+    "a{b,c}",
+    "donn\u00e9es",
+    "007",
+    "1e3",
+    "true",
+    "~x",
+    "a\"b'c",
+    "${x}",
+    "b\\",
+    "-x",
+    "[a]b",
+]
+
+
+@pytest.mark.parametrize("path", [*ODD_PATHS, "a,b"])
+def test_a_path_is_taken_as_typed(path):
+    every = ["target", "out", "drafter", "head", "datastore", "prompts", "method.drafter"]
+    lists = [f"{name}={path}" if path == "a,b" else f"{name}=[{path}, run(2)]" for name in ("drafter", "prompts")]
+    composed_each = composed(
+        "bench", *(f"{'++' if '.' in name else ''}{name}={path}" for name in every), "method=spire"
+    )
+    assert [OmegaConf.select(composed_each, "target.path" if name == "target" else name) for name in every] == [
+        path
+    ] * 7
+    of_lists = OmegaConf.to_container(composed("bench", *lists), resolve=True)
+    wanted = path if path == "a,b" else [path, "run(2)"]
+    assert [of_lists["drafter"], of_lists["prompts"]] == [wanted, wanted]
+
+
+@pytest.mark.parametrize("path", [path for path in ODD_PATHS[:-1] if path != "${x}"])  # Hydra resolves it later
+def test_a_sweep_over_paths_takes_each_as_typed(path):
+    _, argument = expand_shorthands(["-m", f"drafter={path},a=1,[{path},c]"], "bench")
+    values = list(OverridesParser.create().parse_override(argument).sweep_iterator())
+    values[2] = [getattr(one, "text", one) for one in values[2]]
+    assert [getattr(one, "text", one) for one in values] == [path, "a=1", [path, "c"]]
+
+
+def test_jobs_of_a_sweep_go_on_when_others_fail(run, monkeypatch):
+    build = spectrain.generate.build_configured
+
+    def some_fail(options, *others):
+        if options.max_new_tokens == 2:
+            raise PermissionError(13, "Permission denied", "a/file")
+        if options.max_new_tokens == 3:
+            raise RuntimeError("an error of the code")
+        return build(options, *others)
+
+    monkeypatch.setattr("spectrain.generate.build_configured", some_fail)
+    code, out, err = run("generate", "-m", "prompt=def f", "method=pld", "baseline=false", "max_new_tokens=0,2,3,4")
     assert code == 2
     assert "4 tokens (length)" in out
-    assert err.splitlines()[-1].endswith("max_new_tokens=0 must be a whole number of at least 1")
-    assert err.splitlines()[-1].startswith("error: 1 of the jobs failed: ")
+    *lines, last = err.splitlines()
+    assert last.startswith("error: 3 of the jobs failed: ")
+    for number, why in (
+        (0, "max_new_tokens=0 must be"),
+        (2, "a/file cannot be read"),
+        (3, "RuntimeError: an error of"),
+    ):
+        assert f"max_new_tokens={number}: {why}" in last
+    assert "RuntimeError: an error of the code" in lines  # of a traceback
 
 
 def asked(tmp_path: Path, *arguments: str, stdout: int = subprocess.PIPE) -> subprocess.CompletedProcess:

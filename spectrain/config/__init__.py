@@ -99,9 +99,10 @@ def options_of(command: str, cfg: DictConfig) -> object:
 
 def paths_of(command: str) -> set[str]:
     """Return the dotted names of a command's options that are paths."""
-    kind, _ = COMMANDS[command]
+    kind, groups = COMMANDS[command]
     if kind is not training.Train:
-        return path_options(kind)
+        of_methods = path_options(commands.Artifacts, "method.") if "method" in groups else set()
+        return path_options(kind) | of_methods
     of_experiments = (path_options(experiment) for experiment in training.EXPERIMENTS.values())
     return path_options(kind).union(path_options(training.Offline, "data."), *of_experiments)
 

@@ -141,8 +141,8 @@ class Drafter(ABC):
             UserError: the prompt is empty or too long, or an option is unknown or out of range.
         """
         *_, last = self._decode(prompt, max_new_tokens, **options)
-        text = self.target.tokenizer.decode(last.generation.tokens, skip_special_tokens=True)
-        return Reply(text, last.generation)
+        tokens = [token for token in last.generation.tokens if token not in self.target.eos_ids]
+        return Reply(self.target.tokenizer.decode(tokens, skip_special_tokens=True), last.generation)
 
     def stream(self, prompt: Prompt, max_new_tokens: int = 128, **options) -> Iterator[str]:
         """Continue one prompt and yield its text piece by piece, as the target accepts tokens. See `generate`.
@@ -150,9 +150,9 @@ class Drafter(ABC):
         Errors are raised by the first `next`.
         """
         emitted = self._decode(prompt, max_new_tokens, **options)
-        tokens = (token for step in emitted for token in step.tokens if token not in self.target.eos_ids)
-        pieces = Pieces(self.target.tokenizer)
-        yield from filter(None, map(pieces.add, tokens))
+        pieces = Pieces(self.target.tokenizer, self.target.eos_ids)
+        yield from filter(None, (pieces.add(token) for step in emitted for token in step.tokens))
+        yield from filter(None, [pieces.end()])
 
     def _decode(
         self,

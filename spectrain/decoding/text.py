@@ -9,7 +9,8 @@ for piece in method.stream([{"role": "user", "content": "Hello"}], temperature=0
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import re
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from transformers import PreTrainedTokenizerBase
@@ -17,8 +18,9 @@ from transformers import PreTrainedTokenizerBase
 from spectrain.decoding.generation import Generation
 from spectrain.errors import UserError
 
-CONTEXT_TOKENS = 4  # tokens before a piece that are decoded with it: the text of some tokens depends on neighbours
-LONGEST_CHARACTER = 8  # tokens after which bytes that give no character are printed as they are
+CONTEXT_TOKENS = 4  # tokens before a piece that are decoded with it
+BYTE = re.compile("<0x[0-9A-F]{2}>")  # a token for a byte, in tokenizers that have them for unknown characters only
+CLEANED = re.compile("[ .?!,'ntmsver]*$")  # all characters in what `clean_up_tokenization_spaces` replaces
 
 Prompt = str | Sequence[Mapping[str, str]]
 
@@ -96,19 +98,40 @@ def rendered(
 
 
 class Pieces:
-    """Turns tokens into printable pieces of text: a character is held back until all its bytes are there."""
+    """Turns tokens into printable pieces of text, which together are the text that all tokens decode to.
 
-    def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
-        self.tokenizer = tokenizer
-        self.pending: list[int] = []  # tokens whose text is not complete
-        self.before: list[int] = []  # the last tokens that were given out
+    What later tokens can still change is held back: a character whose bytes are not all there, and spaces that the
+    tokenizer may clean up. Special tokens, those in `dropped`, and ids that the tokenizer does not know have no text.
+    """
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, dropped: Iterable[int] = ()) -> None:
+        self.tokenizer, self.dropped = tokenizer, frozenset(dropped)
+        self.tokens: list[int] = []  # the last ones: the text of a token depends on its neighbours
+        self.given = 0  # characters of their text that were given out
 
     def add(self, token: int) -> str:
-        """Return the text that can be printed now; empty while a character is incomplete."""
-        self.pending.append(token)
-        known = self.tokenizer.decode(self.before)
-        text = self.tokenizer.decode(self.before + self.pending)[len(known) :]
-        if text.endswith("\ufffd") and len(self.pending) < LONGEST_CHARACTER:
+        """Return the text that can be printed now, which may be empty."""
+        name = self.tokenizer.convert_ids_to_tokens(token)
+        is_special = self.tokenizer.decode([token]) and not self._text([token])
+        if name is None or is_special or token in self.dropped:
             return ""
-        self.before, self.pending = (self.before + self.pending)[-CONTEXT_TOKENS:], []
-        return text
+        self.tokens.append(token)
+        # If one byte of a run is wrong, all bytes of the run become U+FFFD, so it is known only when the run has ended.
+        if BYTE.fullmatch(name):
+            return ""
+        text = self._text(self.tokens)
+        settled = CLEANED.sub("", text) if self.tokenizer.clean_up_tokenization_spaces else text.removesuffix("\ufffd")
+        piece = text[self.given : len(settled)]
+        self.given = max(self.given, len(settled))
+        # The last tokens are enough if what is held back, and the character before it, are their text, too.
+        last = self._text(self.tokens[-CONTEXT_TOKENS:])
+        if self.given and last.endswith(text[self.given - 1 :]):
+            self.tokens, self.given = self.tokens[-CONTEXT_TOKENS:], self.given + len(last) - len(text)
+        return piece
+
+    def end(self) -> str:
+        """Return what was held back, after the last token."""
+        return self._text(self.tokens)[self.given :]
+
+    def _text(self, tokens: list[int]) -> str:
+        return self.tokenizer.decode(tokens, skip_special_tokens=True)

@@ -5,6 +5,7 @@ The yaml files of conf/logger/ name `csv` or `wandb` as their `_target_`.
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 import os
 from collections.abc import Mapping, Sequence
@@ -16,7 +17,7 @@ from lightning.pytorch.utilities import rank_zero_only
 
 from spectrain.models.artifacts import MANIFEST
 from spectrain.stores.files import read_json
-from spectrain.training.runs import RunFolder, plain_name
+from spectrain.training.runs import RunFolder, plain_name, run_of_agent
 
 log = logging.getLogger(__name__)
 
@@ -30,9 +31,42 @@ def wandb(run: RunFolder, project: str, group: str, tags: Sequence[str], name: s
     """CSV, and a run of Weights & Biases on rank zero."""
     if rank_zero_only.rank != 0:
         return csv(run)
+    if run_of_agent():  # W&B ignores a passed id there, and reads this one once
+        os.environ["WANDB_RUN_ID"] = run.id
     options = {"project": project, "group": group, "tags": list(tags), "name": name or run.name, "mode": wandb_mode()}
     # A resumed run goes on in the same W&B run.
     return [*csv(run), WandbLogger(version=run.id, save_dir=run.path, config=run.config, **options)]
+
+
+def answer_agent(run: RunFolder, asked: str) -> None:
+    """Log the numbers of a finished run to the W&B run `asked` of a sweep, if that is another than its own.
+
+    The sweep asked for a combination twice: it was trained before, or an interrupted run of it went on.
+    """
+    node = dict(run.config["logger"])
+    if rank_zero_only.rank != 0 or asked == run.id or node.pop("_target_") != f"{__name__}.wandb":
+        return
+    from wandb import finish, teardown
+
+    finish()
+    teardown(0)  # so that W&B reads its environment once more
+    *_, logger = wandb(dataclasses.replace(run, id=asked), **node)
+    result = run.read(run.result)
+    logger.log_metrics(result["metrics"] | measured(result))
+    log.info("the W&B run %s of the sweep got the numbers of %s, which is finished", asked, run.path)
+
+
+def measured(result: Mapping) -> dict[str, float]:
+    """Return `eval/tau`, and of the fastest draft length `eval/tokens_per_s` and `eval/speedup` over plain decoding.
+
+    All are those of the first context length and temperature. {} for what has no tau.
+    """
+    if result.get("fastest_gamma") is None:
+        return {}
+    *_, own = result["tau"].values()
+    fastest = next(iter(result["gammas"].values()))[str(result["fastest_gamma"])]
+    found = {"tau": next(iter(own.values())), "tokens_per_s": fastest["tokens_per_s"], "speedup": fastest["speedup"]}
+    return {f"eval/{name}": one["value"] for name, one in found.items()}
 
 
 def wandb_mode() -> str:
@@ -53,14 +87,17 @@ def of_wandb(trainer: Trainer) -> list[WandbLogger]:
     return [logger for logger in trainer.loggers if isinstance(logger, WandbLogger) and trainer.is_global_zero]
 
 
-def publish(trainer: Trainer, run: RunFolder, out: Path, kind: str, pictures: Mapping[str, Path]) -> None:
-    """Put pictures (PNG files by name) and the exported folder into the W&B run, if there is one.
+def publish(
+    trainer: Trainer, run: RunFolder, result: Mapping, out: Path, kind: str, pictures: Mapping[str, Path]
+) -> None:
+    """Put what was measured, pictures (PNG files by name) and the exported folder into the W&B run, if there is one.
 
     `kind` is what the folder holds: drafter, head or target.
     """
     for logger in of_wandb(trainer):
         import wandb
 
+        logger.log_metrics(measured(result), step=trainer.global_step - 1)  # the number of the last step
         for name, file in pictures.items():
             logger.log_image(name, [str(file)])
         manifest = out / MANIFEST

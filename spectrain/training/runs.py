@@ -17,6 +17,7 @@ from __future__ import annotations
 import csv
 import dataclasses
 import datetime
+import os
 import re
 import shutil
 import uuid
@@ -92,7 +93,8 @@ class RunFolder:
         Otherwise these are refused by a UserError, as is a folder that holds something else.
         """
         path, fresh, is_rank_zero = cls.path_of(config), config["fresh"], rank_zero_only.rank == 0
-        run = cls(path, config, id=f"{plain_name(path.name)}-{uuid.uuid4().hex[:8]}", result=result)
+        new_id = run_of_agent() or f"{plain_name(path.name)}-{uuid.uuid4().hex[:8]}"
+        run = cls(path, config, new_id, result)
         if not (path / CONFIG).is_file():
             if is_rank_zero and path.exists() and any(path.iterdir()):
                 raise UserError(f"run_dir={path} is not empty and holds no run; give another run_dir")
@@ -307,6 +309,11 @@ def read_csv(file: Path) -> Curve:
                 values = {name: float(value) for name, value in row.items() if value and name not in ("step", "epoch")}
                 curve.setdefault(int(row["step"]), {}).update(values)
     return curve
+
+
+def run_of_agent() -> str | None:
+    """The W&B run for which the agent of a sweep started this process; None elsewhere."""
+    return os.environ.get("WANDB_RUN_ID") if "WANDB_SWEEP_ID" in os.environ else None
 
 
 def plain_name(name: str) -> str:
