@@ -57,16 +57,17 @@ def answer_agent(run: RunFolder, asked: str) -> None:
 
 
 def measured(result: Mapping) -> dict[str, float]:
-    """Return `eval/tau`, and of the fastest draft length `eval/tokens_per_s` and `eval/speedup` over plain decoding.
+    """Return `eval/tau`, and of the exported draft length `eval/tokens_per_s` and `eval/speedup` over plain decoding.
 
     All are those of the first context length and temperature. {} for what has no tau.
     """
-    if result.get("fastest_gamma") is None:
+    if not result.get("gammas"):
         return {}
     *_, own = result["tau"].values()
-    fastest = next(iter(result["gammas"].values()))[str(result["fastest_gamma"])]
-    found = {"tau": next(iter(own.values())), "tokens_per_s": fastest["tokens_per_s"], "speedup": fastest["speedup"]}
-    return {f"eval/{name}": one["value"] for name, one in found.items()}
+    by_gamma = next(iter(result["gammas"].values()))
+    default = by_gamma[str(result["fastest_gamma"] or max(map(int, by_gamma)))]
+    found = {"tau": next(iter(own.values())), "tokens_per_s": default["tokens_per_s"], "speedup": default["speedup"]}
+    return {f"eval/{name}": one["value"] for name, one in found.items() if one["value"] is not None}
 
 
 def wandb_mode() -> str:
