@@ -88,9 +88,11 @@ def _machine(config: Mapping) -> Machine:
     on_gpu = config["trainer"]["accelerator"] == "gpu"
     node = config["hardware"] or _here(on_gpu)
     peaks = read_hardware(node, "bf16" if str(config["trainer"]["precision"]).startswith("bf16") else "fp32")
+    if peaks.flops_per_s is None:
+        raise UserError(f"hardware={peaks.name} has no peaks to predict hours by; give hardware=h100 or another one")
     memory, trainer = node["memory_bytes"], config["trainer"]
     if config["hardware"] is None and torch.cuda.is_available():
-        memory = torch.cuda.mem_get_info()[1]
+        memory = torch.cuda.get_device_properties(0).total_memory
     link = node["network_bytes_per_s" if trainer.get("num_nodes", 1) > 1 else "link_bytes_per_s"]
     return Machine(peaks, memory, node["training_share"], link)
 

@@ -112,7 +112,7 @@ class RunFolder:
         config = settle(self.config)
         if (self.path / CONFIG).is_file() and self._why_not_to_resume() is None:
             begun = read_yaml(self.path / CONFIG)
-            for name in self.facts().get("asked", {}):
+            for name in self.facts().get("asked", {}).keys() - {"trainer.accelerator"}:  # that may be another one now
                 put(config, name, at(begun, name))
         values, before = dict(flat(config)), dict(flat(self.config))
         changed = {name: before.get(name) for name in values if values[name] != before.get(name)}

@@ -118,7 +118,7 @@ def test_defaults_fit_the_machine(monkeypatch, tmp_path):
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 8)
     monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda **_: True)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "NVIDIA H100 80GB HBM3")
-    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (0, 85e9))
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: SimpleNamespace(total_memory=85e9))
     on_gpus = config_of("+exp=spire")
     assert (on_gpus["trainer"]["accelerator"], on_gpus["trainer"]["precision"]) == ("gpu", "bf16-mixed")
     assert (on_gpus["data"]["batch_size"], on_gpus["target"]["dtype"]) == (8, "bfloat16")
