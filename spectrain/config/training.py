@@ -17,7 +17,7 @@ from spectrain.config.fields import always, group, option
 @dataclass
 class Data:
     source: str = MISSING
-    row_tokens: int = option(1024, "L, of a row", least=2)
+    row_tokens: int | None = option(None, "L, of a row; null: 1024, or fewer where the text is little", least=2)
     batch_size: int | None = option(
         None, "rows per step, over all ranks together; null: 4, or one for each rank", least=1
     )
@@ -90,7 +90,9 @@ class Select:
 class Tau:
     """What is measured after training, with the real loop, on held-out rows."""
 
-    context_tokens: list[int] = option([256, 512], "lengths of the contexts", least=1)
+    context_tokens: list[int] | None = option(
+        None, "lengths of the contexts; null: a quarter and half of data.row_tokens", least=1
+    )
     contexts: int = option(64, "per length", least=1)
     new_tokens: int = option(64, "generated after each context, the paper's G", least=1)
     temperatures: list[float] = option([0.0, 1.0], "0: greedy", least=0)

@@ -14,7 +14,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from hydra.utils import get_class
 from torch import Tensor, nn
 
 from spectrain.decoding import TargetModel
@@ -119,10 +118,11 @@ class Outline:
 
     @classmethod
     def of(cls, config: Mapping) -> Outline:
-        if not get_class(config["experiment"]["_target_"]).drafts:
+        run = RunFolder(Path(), config, "plan")
+        if not run.experiment_type.drafts:
             raise UserError("plan=true predicts what drafters take (+exp=spire, +exp=vanilla); leave it out")
         with torch.device("meta"):
-            experiment = RunFolder(Path(), config, "plan").experiment(lambda: meta_target(config["target"]))
+            experiment = run.experiment(lambda: meta_target(config["target"]))
             module = experiment.blank().to("meta")
         if config["trainer"]["activation_checkpointing"]:
             module.recompute_activations()

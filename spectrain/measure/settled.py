@@ -22,9 +22,11 @@ from spectrain.measure.cost import fastest_depth, read_hardware
 from spectrain.measure.plan import Machine, Outline, Plan, plan_of
 from spectrain.models.packages import target_path
 from spectrain.stores.files import read_yaml
+from spectrain.training.sources import contexts_of
 from spectrain.training.strategies import planned_ranks, precision_of, uses_gpu
 
 BATCH_ROWS = 4
+ROW_TOKENS = 1024
 MEMORY_SHARE = 0.92  # of a GPU's memory, that is planned with; CUDA and fragments take the rest
 
 
@@ -53,6 +55,8 @@ def settled(config: Mapping) -> dict:
     n_ranks = planned_ranks(trainer)
     divides = trainer["accumulate_grad_batches"] is None
     trainer["accumulate_grad_batches"] = trainer["accumulate_grad_batches"] or 1
+    data["row_tokens"] = data["row_tokens"] or ROW_TOKENS
+    config["tau"]["context_tokens"] = config["tau"]["context_tokens"] or contexts_of(data["row_tokens"])
     if data["batch_size"] is None:
         data["batch_size"] = -(-BATCH_ROWS // n_ranks) * n_ranks
     if divides and trainer["accelerator"] == "gpu" and data["batch_size"] % n_ranks == 0:

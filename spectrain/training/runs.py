@@ -27,7 +27,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from hydra.utils import instantiate
+from hydra.utils import get_class, instantiate
 from lightning.pytorch.utilities import rank_zero_only
 from omegaconf import OmegaConf
 from torch import Tensor
@@ -238,6 +238,11 @@ class RunFolder:
         """Return what the config names as `experiment._target_`, with its `data` node; see `training.base`."""
         data = instantiate(self.config["data"], _convert_="all")
         return instantiate(self.config["experiment"], _partial_=True)(self, data, open_target)
+
+    @property
+    def experiment_type(self) -> type[Experiment]:
+        """The class of `experiment`."""
+        return get_class(self.config["experiment"]["_target_"])
 
     @property
     def target(self) -> Target:

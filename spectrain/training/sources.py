@@ -1,6 +1,7 @@
 """Where training rows come from: frozen models run inside the training (`data=online`), or were run beforehand.
 
-In both classes `drafter_rows` returns the rows of a drafter that reads the inputs of the target's blocks `layers`, and
+In both classes `drafter_rows` returns the rows of a drafter that reads the inputs of the target's blocks `layers` (for
+`asked` see `RunFolder`), and
 `head_store` the responses that an acceptance head is trained on, from `folder` where it is given. `config` is the whole
 resolved config of the run. They raise UserError where there are too few rows, or where rows were made with another
 target, drafter or warping.
@@ -12,6 +13,7 @@ import logging
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
+from types import MappingProxyType
 
 import numpy as np
 from lightning.pytorch.utilities import rank_zero_only
@@ -48,17 +50,22 @@ CONTEXTS = 1024  # held-out rows of a store that are kept at hand for tau
 class Online(config_training.Online):
     """The frozen models run inside the training step."""
 
-    def drafter_rows(self, config: Mapping, target: TargetModel, layers: tuple[int, ...] = ()) -> RowData:
-        """The corpus, packed into rows: shorter ones, and more of them held out, where it is too small otherwise."""
+    def drafter_rows(
+        self, config: Mapping, target: TargetModel, layers: tuple[int, ...] = (), asked: Mapping = MappingProxyType({})
+    ) -> RowData:
+        """The corpus, packed into rows.
+
+        What was not asked of options is changed where the text is too little for it.
+        """
         if self.row_tokens > target.max_positions:
             raise UserError(
                 f"data.row_tokens={self.row_tokens} is longer than the target's context of {target.max_positions}; "
                 "lower data.row_tokens"
             )
-        rows, settled = self._rows_that_fit(config, target)
+        rows, settled = self._rows_that_fit(config, target, asked)
         n_rows, row_tokens = len(rows.train), rows.train.tokens.shape[1]
         log.info("%d training rows and %d held-out rows of %d tokens", n_rows, len(rows.held_out), row_tokens)
-        if n_rows < self.batch_size:
+        if n_rows < self.batch_size and "data.batch_size" in asked:
             n_ranks = planned_ranks(config["trainer"])
             settled["data.batch_size"] = self.batch_size = max(1, n_rows // n_ranks) * n_ranks
         if settled:
@@ -70,13 +77,13 @@ class Online(config_training.Online):
             train, seen, self.batch_size, config["seed"], contexts=contexts, digest=rows.digest, settled=settled
         )
 
-    def _rows_that_fit(self, config: Mapping, target: TargetModel) -> tuple[Packed, dict[str, object]]:
+    def _rows_that_fit(self, config: Mapping, target: TargetModel, asked: Mapping) -> tuple[Packed, dict[str, object]]:
         """Return the rows of the first options that make any, and what differs from the config."""
         share, lengths = config["corpus"]["held_out_share"], [self.row_tokens]
-        while lengths[-1] >= 2 * SHORTEST_ROW:
+        while "data.row_tokens" in asked and lengths[-1] >= 2 * SHORTEST_ROW:
             lengths.append(lengths[-1] // 2)
         more = max(share, SMALL_SHARE)
-        tried = [(length, share) for length in lengths[:3]] + [(length, more) for length in lengths[2:] or lengths]
+        tried = [(length, share) for length in lengths[:3]] + [(length, more) for length in lengths[2:]]
         for row_tokens, held_out_share in tried:
             corpus = Corpus(**{**config["corpus"], "held_out_share": held_out_share})
             try:
@@ -86,8 +93,8 @@ class Online(config_training.Online):
                 if (row_tokens, held_out_share) == tried[-1]:
                     raise
         found = {"data.row_tokens": row_tokens, "corpus.held_out_share": held_out_share}
-        if row_tokens < max(config["tau"]["context_tokens"]):
-            found["tau.context_tokens"] = [row_tokens // 4, row_tokens // 2]
+        if "tau.context_tokens" in asked:
+            found["tau.context_tokens"] = contexts_of(row_tokens)
         return rows, {name: value for name, value in found.items() if value != at(config, name)}
 
     def head_store(
@@ -102,7 +109,9 @@ class Online(config_training.Online):
 class Offline(config_training.Offline):
     """The outputs of the frozen models were stored beforehand, by data_prep.activations or data_prep.acceptance."""
 
-    def drafter_rows(self, config: Mapping, target: TargetModel, layers: tuple[int, ...]) -> RowData:
+    def drafter_rows(
+        self, config: Mapping, target: TargetModel, layers: tuple[int, ...], asked: Mapping = MappingProxyType({})
+    ) -> RowData:
         """The rows of a store of activations."""
         store, trainer = self._open_features(target, layers, config["target"]["path"]), config["trainer"]
         if store.manifest.precision != precision_of(trainer) and rank_zero_only.rank == 0:
@@ -149,6 +158,11 @@ class Offline(config_training.Offline):
                 f"mixing_share={kept:g}, or label anew with data_prep.acceptance"
             )
         return store
+
+
+def contexts_of(row_tokens: int) -> list[int]:
+    """Return the lengths of the contexts that tau is measured on, where none are asked."""
+    return [max(1, row_tokens // 4), max(1, row_tokens // 2)]
 
 
 Source = Online | Offline

@@ -148,7 +148,7 @@ class SpireExperiment(Experiment):
         config = self.config
         if config["memories"] != "blocks" and config["data"]["source"] == "offline":
             raise UserError(f"memories={config['memories']} is an ablation that no store is made for; give data=online")
-        data = self.data.drafter_rows(config, self.target, self.shape().block_layers)
+        data = self.data.drafter_rows(config, self.target, self.shape().block_layers, self.run.asked)
         is_new, source = config["init"] in NEW, {}
         drafter = self.new(data.train) if is_new else self.trained_before()
         if not is_new:

@@ -85,7 +85,7 @@ class VanillaExperiment(Experiment):
     exports, drafts = "vanilla", True
 
     def prepare(self) -> Parts:
-        return Parts(self.blank(), self.data.drafter_rows(self.config, self.target, ()))
+        return Parts(self.blank(), self.data.drafter_rows(self.config, self.target, (), self.run.asked))
 
     def blank(self) -> LanguageModelTraining:
         return LanguageModelTraining(self.new(), self.optimizer, self.target)

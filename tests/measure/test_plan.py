@@ -159,17 +159,21 @@ def test_hours_become_steps_after_the_first_ones_and_stay(tmp_path, monkeypatch)
     assert steps_of(RunFolder(tmp_path / "new", {"hours": 1.0}, "id"), None, None) == UNKNOWN_STEPS
 
 
-def test_a_small_corpus_makes_shorter_rows_and_holds_more_of_them_out(shared, tmp_path, caplog):
+def test_a_small_corpus_makes_shorter_rows_and_holds_more_of_them_out(shared, tmp_path, monkeypatch, caplog):
     for i in range(12):
         (tmp_path / f"{i}.txt").write_text(f"number {i} of twelve short texts " * 12)
-    config = config_of("+exp=spire", f"corpus={tmp_path}", "data.row_tokens=256", "trainer.devices=2")
-    found = Online(**config["data"]).drafter_rows(config, load_target(shared / "target"))
-    run = RunFolder(tmp_path, config, "id")
+    monkeypatch.setattr("spectrain.measure.settled.ROW_TOKENS", 256)
+    asked = plain(options_of("train", composed("train", "+exp=spire", f"corpus={tmp_path}", "trainer.devices=2")))
+    run = RunFolder(tmp_path / "run", asked, "id").settled(settled)
+    config, target = run.config, load_target(shared / "target")
+    found = Online(**config["data"]).drafter_rows(config, target, (), run.asked)
+    with pytest.raises(UserError, match="no held-out row of 256 tokens"):
+        Online(**config["data"]).drafter_rows(config, target)  # if all was asked for
     run.settle(found.settled)
     row_tokens = config["data"]["row_tokens"]
     assert (row_tokens, config["corpus"]["held_out_share"]) == (64, 0.2)
     assert config["tau"]["context_tokens"] == [row_tokens // 4, row_tokens // 2]
-    assert run.asked["data.row_tokens"] == 256
+    assert run.asked["data.row_tokens"] is None
     assert len(found.train) >= config["data"]["batch_size"] == found.batch_size
     assert "the text is little, so" in caplog.text
 
