@@ -153,11 +153,13 @@ def expand_shorthands(arguments: Sequence[str], name: str) -> list[str]:
             if value and key.lstrip("+") in paths:
                 argument = f"{key}={quote(value)}"
             if key == "recipe":
+                if value == "null":
+                    continue
                 argument = f"+{argument}"
             if key.startswith("sampling.") and "sampling" in groups:
                 argument = f"++{argument}"  # where no sampling is chosen, one option of it may be given all the same
         expanded.append(argument)
-    first = sorted(expanded, key=lambda one: not one.startswith("+exp="))  # what else is chosen changes its options
+    first = sorted(expanded, key=lambda one: not one.startswith("+exp="))  # which later groups change
     return papers.with_paper(first, name)
 
 
@@ -199,7 +201,7 @@ def quoted_path(value: str) -> str:
     """Quote a path, or each one in `[a,b]`. What stands in quotes already is left so."""
     if re.fullmatch(NO_QUOTES, value):
         return value
-    return f"[{quoted_paths(value[1:-1])}]" if value[0] + value[-1] == "[]" else quoted(value)
+    return f"[{quoted_paths(value[1:-1])}]" if value[:1] + value[-1:] == "[]" else quoted(value)
 
 
 def quoted_paths(values: str) -> str:
@@ -245,7 +247,7 @@ def one_sentence(name: str, failed: list[str] | None = None) -> Iterator[None]:
     except Exception as error:
         if isinstance(error, OSError) and error.filename is not None:
             sentence = f"{error.filename} cannot be read or written ({error.strerror}); see to it, or give another path"
-        elif failed is None:
+        elif failed is None or int(os.environ.get("WORLD_SIZE", 1)) > 1:  # other ranks may wait in this job
             raise
         else:
             sentence = f"{type(error).__name__}: {error}"

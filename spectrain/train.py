@@ -18,7 +18,6 @@ if __name__ == "__main__":  # first, so that --help and a wrong option are answe
 
     run("spectrain.train")
 
-import contextlib
 import logging
 from dataclasses import replace
 from functools import partial
@@ -56,7 +55,8 @@ def main(options: Train) -> None:
     if not options.experiment:
         raise UserError("nothing to train; give +exp=spire, +exp=vanilla, +exp=specdecpp or +exp=target")
     if options.plan:
-        show_plan(settled(plain(options)))
+        if rank_zero_only.rank == 0:
+            show_plan(settled(plain(options)))
         return
     asked, config = run_of_agent(), plain(options)
     try:
@@ -77,11 +77,13 @@ def main(options: Train) -> None:
 def train(options: Train, run: RunFolder) -> None:
     """Train what the run's config names, then measure, export and show it."""
     if rank_zero_only.rank == 0:
-        with contextlib.suppress(UserError):  # heads and targets have no plan, and what is wrong will be said
+        try:
             show_plan(run.config)
+        except Exception as error:  # heads and targets have none, and a plan must not end a training
+            log.debug("no plan: %s", error)
     experiment = run.experiment(partial(open_target, run.target, target_device(run.config)))
     parts = experiment.prepare()
-    run.settle(parts.data.settled)
+    run.change(parts.data.changed)
     measurement = Measurement(options, experiment, parts) if experiment.drafts else None
     trainer = fit(run, parts, steps_of(run, experiment, parts), in_multirun())
     if not trainer.is_global_zero:
@@ -101,7 +103,7 @@ def train(options: Train, run: RunFolder) -> None:
 
 def steps_of(run: RunFolder, experiment: Experiment, parts: Parts) -> int:
     """The optimizer steps of a run: with `hours` those that its first steps have led to, once these are done."""
-    if run.config["hours"]:
+    if run.config["hours"] and run.config["max_steps"] is None:
         return run.facts().get("steps", UNKNOWN_STEPS)
     trained = sum(one.numel() for one in parts.module.parameters() if one.requires_grad)
     return experiment.steps_of(trained, len(parts.data.train))
@@ -113,11 +115,10 @@ def show_plan(config: dict) -> None:
     if not config["plan"]:
         log.info("%s", plan.sentence(machine))
         return
-    parts = [("memory of one rank", memory_table(plan, machine))]
+    show([("memory of one rank", memory_table(plan, machine))], columns=100)
+    Console().print(f"{plan.sentence(machine)}\n", highlight=False)
     if config["kind"] == "spire":
-        parts.append(("speedup to expect, and draft length", depth_table(config, machine.peaks)))
-    show(parts, columns=100)
-    Console().print(plan.sentence(machine), highlight=False)
+        show([("speedup to expect, and draft length", depth_table(config, machine.peaks))], columns=100)
 
 
 class Measurement:

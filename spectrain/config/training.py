@@ -10,7 +10,7 @@ from typing import Any
 
 from omegaconf import MISSING
 
-from spectrain.config.commands import SEED, Corpus, Target
+from spectrain.config.commands import SEED, Corpus, Hardware, Target
 from spectrain.config.fields import always, group, option
 
 
@@ -71,7 +71,7 @@ class Trainer:
     gradient_clip_val: float | None = option(1.0, "largest norm of the gradient [1]", above=0)
     accumulate_grad_batches: int | None = option(
         None,
-        "batches per optimizer step; null: one, or on a GPU as many as data.batch_size has to be divided into to fit",
+        "batches per optimizer step; null: 1, or on a GPU as few as fit its memory; data.batch_size is divided by it",
         least=1,
     )
     activation_checkpointing: bool = option(False, "true: blocks run again in the backward pass, which saves memory")
@@ -127,9 +127,11 @@ class Train:
     fresh: bool = option(False, "true: delete an earlier run in this folder and start again")
     out: str | None = option(None, "export folder; null: checkpoints/<name of the run>", path=True)
     max_steps: int | None = option(None, "optimizer steps", least=1)
-    hours: float | None = option(None, "of training, in place of max_steps, beside validation and tau", above=0)
+    hours: float | None = option(
+        None, "of training steps, if max_steps=null; validation and the measurement of tau come on top", above=0
+    )
     plan: bool = option(False, "true: print what the training will take (docs/plan.md), and do not start it")
-    hardware: Any = None
+    hardware: Hardware | None = None
     workload: Workload = group(Workload)
     checkpoint_s: float = option(120.0, "seconds between two checkpoints: what a kill loses at the most", least=0)
     select: Select = group(Select)
@@ -238,7 +240,7 @@ class Scratch:
 
     kind: str = "target"
     experiment: dict[str, Any] = always({"_target_": "spectrain.training.target.TargetExperiment"})
-    max_steps: int = option(1800, "optimizer steps; an hour on two cores", least=1)
+    max_steps: int | None = option(1800, "optimizer steps; an hour on two cores; null: as hours says", least=1)
     model: dict[str, Any] = always(  # arguments of transformers.LlamaConfig: 7.5 M parameters
         {
             "vocab_size": 4096,

@@ -32,11 +32,12 @@ from spectrain.decoding.modules import find_blocks, unsupported_layer_type, wind
 from spectrain.errors import UserError, check_number, check_whole
 from spectrain.models.packages import target_path
 from spectrain.stores.environment import cpu_name
+from spectrain.training.spire import GUESSED_VOCAB
 
 BYTES_PER_VALUE = {"fp8": 1, "int8": 1, "fp16": 2, "bf16": 2, "tf32": 4, "fp32": 4}
 EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts")
 LONGEST_DRAFT = 16  # tokens; longer drafts are not tried
-REJECTED = 0.38, 0.27  # by a drafter of one block, and the power by which it falls with the blocks
+REJECTED = 0.424, 0.30  # by a drafter of one block, and the power by which it falls with the blocks
 
 
 @dataclass(frozen=True)
@@ -273,8 +274,9 @@ def speedup_by_depth(config: Mapping, hardware: Hardware) -> dict[int, tuple[np.
     cache, found = SparseCache(config["sink_tokens"], config["window_tokens"]), {}
     for n_layer in sorted(n for n in wanted if 1 <= n <= target.n_layer):
         shape = target.with_layers(n_layer)
-        if isinstance(config["draft_vocab"], int):
-            shape = dataclasses.replace(shape, vocab_size=config["draft_vocab"])
+        if config["draft_vocab"] is not None:
+            n_tokens = GUESSED_VOCAB if config["draft_vocab"] == "auto" else config["draft_vocab"]
+            shape = dataclasses.replace(shape, vocab_size=min(n_tokens, target.vocab_size))
         method = Method("spire", shape, Acceptance(tau_of_depth(n_layer), 4), cache, config["feedback"])
         found[n_layer] = CostModel(target, hardware, count_unembedding=True).best(method, *config["workload"].values())
     return found

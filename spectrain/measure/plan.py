@@ -3,8 +3,9 @@
     python -m spectrain.train +exp=spire target=<folder or hub id> hardware=h100 trainer.devices=8 plan=true
 
 Bytes are those of one rank. Those of weights and optimizer are counted in a model without memory, those of the forward
-and the backward pass in a step without memory (`dry_step`). Hours are the step's operations at the peaks of
-`conf/hardware/`, of which kernels reach a share. docs/plan.md has an example, and what is left out.
+and the backward pass in a step without memory (`dry_step`). Its seconds are those of its operations at the peaks of
+`conf/hardware/`, divided by the share of the peaks that kernels reach. docs/plan.md has an example, and what is left
+out.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from spectrain.decoding import TargetModel
 from spectrain.decoding.loading import DTYPES
@@ -24,7 +25,9 @@ from spectrain.measure.dry_step import StepCost, cost_of
 from spectrain.training.base import Experiment, Training
 from spectrain.training.data import RowBatch
 from spectrain.training.losses import PLANNED
+from spectrain.training.optim import is_matrix
 from spectrain.training.runs import RunFolder
+from spectrain.training.strategies import check_shared
 
 ZERO_BUCKET = 200_000_000  # elements that DeepSpeed reduces at once, as Lightning sets it
 ZERO_LIVE = 1_000_000_000  # parameters that ZeRO-3 keeps gathered at the most, likewise
@@ -64,7 +67,7 @@ class Plan:
 
     def sentence(self, machine: Machine) -> str:
         """Say it in a line."""
-        steps = "as many steps as fit" if self.steps is None else f"{self.steps:,} steps"
+        steps = "as many steps as its hours have" if self.steps is None else f"at most {self.steps:,} steps"
         hours = "" if self.hours is None else f", {self.hours:.2g} hours"
         return (
             f"{_short(self.trained_parameters)} parameters train for a target of "
@@ -84,12 +87,13 @@ def plan_of(config: Mapping, machine: Machine, ranks: int) -> Plan:
     Raises:
         UserError: the target has no config, or the training is none of a drafter for it.
     """
+    check_shared(config["data"]["batch_size"], ranks)
     outline = Outline.of(config)
     step = outline.step(config["data"]["batch_size"] // ranks)
     trained, accumulated = outline.trained, config["trainer"]["accumulate_grad_batches"]
     memory = outline.weights(ranks) | {"forward and backward pass": outline.pass_bytes(step, ranks)}
     rows = config["data"]["batch_size"] * accumulated
-    state = _adam_bytes(config["optimizer"]["name"], outline.module)
+    state = _state_bytes(config["optimizer"]["name"], outline.module)
     optimizer_bytes = 2 * state + 20 * trained  # read and written, as weights are; gradients, twice for their norm
     seconds = accumulated * step.seconds(machine.peaks) + optimizer_bytes / machine.peaks.bytes_per_s
     seconds /= machine.training_share
@@ -101,7 +105,7 @@ def plan_of(config: Mapping, machine: Machine, ranks: int) -> Plan:
         ranks,
         rows,
         config["data"]["row_tokens"],
-        None if config["hours"] else outline.experiment.steps_of(trained, None),
+        None if config["hours"] and config["max_steps"] is None else outline.experiment.steps_of(trained, None),
         memory,
         {"checkpoints": 16 * trained, "export": 2 * trained},  # the newest one and the best weights
         seconds,
@@ -126,7 +130,7 @@ class Outline:
             module = experiment.blank().to("meta")
         if config["trainer"]["activation_checkpointing"]:
             module.recompute_activations()
-        if _zero(config):
+        if _zero(config) and config["trainer"]["precision"] == "bf16-mixed":
             module.bfloat16()
         return cls(config, experiment, module)
 
@@ -156,7 +160,7 @@ class Outline:
         """Return the bytes that a rank holds all the time, by what they are."""
         config, trained, stage = self.config, self.trained, _zero(self.config)
         held = {"target": _n_bytes(self.module.target.model)}
-        adam = _adam_bytes(config["optimizer"]["name"], self.module)
+        adam = _state_bytes(config["optimizer"]["name"], self.module)
         if stage is None:
             buckets = {"gradients in exchange": 4 * trained} if ranks > 1 else {}
             return held | {"drafter": _n_bytes(self.module), "optimizer": adam} | buckets
@@ -173,7 +177,7 @@ class Outline:
 
 def meta_target(options: Mapping) -> TargetModel:
     """Return a target without memory, from its config alone, on the device `meta`."""
-    model = empty_model(options["path"], dtype=DTYPES[options["dtype"]], attn_implementation="sdpa")
+    model = empty_model(options["path"], dtype=DTYPES[options["dtype"]])
     with torch.device("meta"):
         return TargetModel(model.eval().requires_grad_(False), engine=options["engine"])
 
@@ -183,17 +187,21 @@ def _short(count: int) -> str:
 
 
 def _zero(config: Mapping) -> int | None:
-    """Return the stage of a config's DeepSpeed strategy; None without one."""
+    """Return the stage of a config's DeepSpeed strategy; None for trainers that keep all on each rank."""
     strategy = config["trainer"]["strategy"]
-    return strategy.get("stage") if isinstance(strategy, Mapping) else None
+    if isinstance(strategy, Mapping):
+        return strategy.get("stage")
+    if strategy in ("auto", "ddp"):
+        return None
+    raise UserError(f"plan=true does not know trainer.strategy={strategy}; give trainer=ddp or trainer=deepspeed_zero2")
 
 
 def _n_bytes(module: nn.Module) -> int:
-    held: dict[int, Tensor] = {id(one): one for one in (*module.parameters(), *module.buffers())}
-    return sum(one.nbytes for one in held.values())
+    return sum(one.nbytes for one in (*module.parameters(), *module.buffers()))
 
 
-def _adam_bytes(name: str, module: nn.Module) -> int:
-    """Return the bytes of the optimizer's state: two numbers of each parameter, of a matrix that Muon steps one."""
-    trained = [one for one in module.parameters() if one.requires_grad]
-    return sum(one.numel() * (4 if name == "muon" and one.ndim == 2 else 8) for one in trained)
+def _state_bytes(optimizer: str, module: nn.Module) -> int:
+    """Return the bytes of an optimizer's state: two numbers for each parameter, one where Muon steps a matrix."""
+    trained = [(name, one) for name, one in module.named_parameters() if one.requires_grad]
+    by_muon = sum(one.numel() for name, one in trained if optimizer == "muon" and is_matrix(name, one))
+    return 8 * sum(one.numel() for _, one in trained) - 4 * by_muon

@@ -193,7 +193,7 @@ def training_section(kind: str, target: str, runs: Sequence[Run]) -> Section:
         result = run.result or {}
         metrics = result.get("metrics") or (result if kind == "target" else {}) or last_validation(logged[run.name])
         steps = result.get("steps") or max(logged[run.name], default=-1) + 1
-        asked = f" of {run.config['max_steps']}" if run.result is None and run.config.get("max_steps") else ""
+        asked = f" of {run.begun['steps']}" if run.result is None and "steps" in run.begun else ""
         row = {"run": run.name} | ({"what is different": different[run.name]} if len(runs) > 1 else {})
         row |= {"steps": f"{steps:,}{asked}", "tokens": fixed(result.get("tokens"), 0)}
         row |= {"held-out loss": fixed(metrics.get("eval/loss"), 3)}

@@ -1,4 +1,4 @@
-"""What options become that are `auto` or null: values that fit the machine and the target.
+"""Replace options that are `auto` or null by values that fit the machine and the target.
 
 `target.dtype=auto` is the checkpoint's on a GPU, and float32 on a CPU, where it costs little and texts are lossless.
 A training keeps what its first start has found, so that it goes on elsewhere as it began.
@@ -7,6 +7,7 @@ A training keeps what its first start has found, so that it goes on elsewhere as
 from __future__ import annotations
 
 import copy
+import logging
 from collections.abc import Mapping
 from dataclasses import asdict
 
@@ -23,7 +24,9 @@ from spectrain.measure.plan import Machine, Outline, Plan, plan_of
 from spectrain.models.packages import target_path
 from spectrain.stores.files import read_yaml
 from spectrain.training.sources import contexts_of
-from spectrain.training.strategies import planned_ranks, precision_of, uses_gpu
+from spectrain.training.strategies import planned_ranks, precision_of, ranks_of_torchrun, uses_gpu
+
+log = logging.getLogger(__name__)
 
 BATCH_ROWS = 4
 ROW_TOKENS = 1024
@@ -45,12 +48,13 @@ def settled(config: Mapping) -> dict:
     """
     config = copy.deepcopy(dict(config))
     trainer, data = config["trainer"], config["data"]
-    elsewhere = config["plan"] and config["hardware"] is not None and config["hardware"]["flops_per_s"] is not None
+    on_that_gpu = bool(config["hardware"] and config["hardware"]["flops_per_s"])
+    elsewhere = config["plan"] and trainer["accelerator"] == "auto" and on_that_gpu
     trainer["accelerator"] = "gpu" if elsewhere or uses_gpu(trainer["accelerator"]) else "cpu"
     trainer["precision"] = "bf16-mixed" if elsewhere and trainer["precision"] == "auto" else precision_of(trainer)
     config["target"]["dtype"] = _dtype(config["target"], trainer["accelerator"] == "gpu")
     if config.get("n_layer") == "auto":
-        peaks = read_hardware(config["hardware"] or _here(on_gpu=True), "bf16")  # the same on every machine
+        peaks = read_hardware(config["hardware"] or _here(on_gpu=True), "bf16")  # drafters are made for GPUs
         config["n_layer"] = fastest_depth(config, peaks)
     n_ranks = planned_ranks(trainer)
     divides = trainer["accumulate_grad_batches"] is None
@@ -74,7 +78,8 @@ def _divide(config: dict, n_ranks: int) -> None:
     """Divide the rows of a step into as few batches as fit the memory of a GPU."""
     try:
         outline, memory = Outline.of(config), _machine(config).memory_bytes
-    except UserError:  # the training says what is wrong, or has no plan
+    except Exception as error:  # the training will say what is wrong, or has no plan
+        log.debug("batches are not divided: %s", error)
         return
     if memory is None:
         return
@@ -95,10 +100,11 @@ def _machine(config: Mapping) -> Machine:
     if peaks.flops_per_s is None:
         raise UserError(f"hardware={peaks.name} has no peaks to predict hours by; give hardware=h100 or another one")
     memory, trainer = node["memory_bytes"], config["trainer"]
-    if config["hardware"] is None and torch.cuda.is_available():
+    if on_gpu and config["hardware"] is None and torch.cuda.is_available():
         memory = torch.cuda.get_device_properties(0).total_memory
     link = node["network_bytes_per_s" if trainer.get("num_nodes", 1) > 1 else "link_bytes_per_s"]
-    return Machine(peaks, memory, node["training_share"], link)
+    together = 1 if on_gpu or ranks_of_torchrun() else planned_ranks(trainer)  # ranks that share the CPU's threads
+    return Machine(peaks, memory, node["training_share"] / together, link)
 
 
 def _here(on_gpu: bool) -> dict:
@@ -106,7 +112,8 @@ def _here(on_gpu: bool) -> dict:
     files = {file.stem: read_yaml(file) for file in sorted((conf_dir() / "hardware").glob("*.yaml"))}
     device = torch.cuda.get_device_name() if torch.cuda.is_available() else ""
     known = (one for one in files.values() if on_gpu and one["name"] in device)
-    return asdict(HardwareOptions()) | next(known, files["h100" if on_gpu else "cpu"])
+    assumed = files["cpu"] if not on_gpu else files["h100"] | {"name": f"{device or 'GPU'} as an H100"}
+    return asdict(HardwareOptions()) | next(known, assumed)
 
 
 def _dtype(target: Mapping, on_gpu: bool) -> str:

@@ -5,11 +5,13 @@ from __future__ import annotations
 import logging
 import math
 import signal
+import statistics
 import sys
 import time
+from collections.abc import Callable
 from datetime import timedelta
+from itertools import pairwise
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from lightning import Callback, LightningModule, Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint, TQDMProgressBar
@@ -19,9 +21,6 @@ from spectrain.errors import AllRanksError
 from spectrain.stores.signals import SAID, SIGNALS, FirstSignal
 from spectrain.training.checkpoints import PARTIAL, BestFolder, CheckpointFolder, remove
 from spectrain.training.strategies import whole_state
-
-if TYPE_CHECKING:
-    from spectrain.training.runs import RunFolder
 
 log = logging.getLogger(__name__)
 
@@ -53,23 +52,19 @@ class StepsForHours(Callback):
 
     skipped, measured = 2, 8  # steps: the first ones compile
 
-    def __init__(self, run: RunFolder, hours: float) -> None:
-        self.run, self.hours = run, hours
-        self._begun: tuple[int, float] | None = None
+    def __init__(self, hours: float, note: Callable[[int], None]) -> None:
+        self.hours, self.note = hours, note
+        self._ended_s: dict[int, float] = {}  # step -> when it ended
 
     def on_train_batch_end(self, trainer: Trainer, module: LightningModule, outputs: object, batch: Tensor, batch_idx):
-        if trainer.max_steps != UNKNOWN_STEPS:
+        self._ended_s.setdefault(trainer.global_step, time.perf_counter())  # several batches may make a step
+        if trainer.max_steps != UNKNOWN_STEPS or len(self._ended_s) <= self.skipped + self.measured:
             return
-        step, now_s = trainer.global_step, time.perf_counter()
-        self._begun = self._begun or (step + self.skipped, now_s)
-        if step == self._begun[0]:
-            self._begun = step, now_s
-        elif step >= self._begun[0] + self.measured:
-            step_s = (now_s - self._begun[1]) / (step - self._begun[0])
-            steps = trainer.strategy.broadcast(max(step + 1, round(self.hours * 3600 / step_s)))
-            trainer.fit_loop.epoch_loop.max_steps = steps
-            self.run.note_steps(steps)
-            log.info("%d steps of %.2f s for hours=%g", steps, step_s, self.hours)
+        step_s = statistics.median(later - one for one, later in pairwise([*self._ended_s.values()][self.skipped :]))
+        steps = trainer.strategy.broadcast(max(trainer.global_step + 1, round(self.hours * 3600 / step_s)))
+        trainer.fit_loop.epoch_loop.max_steps = steps
+        self.note(steps)
+        log.info("%d steps of %.2f s for hours=%g", steps, step_s, self.hours)
 
 
 class ProgressLines(Callback):

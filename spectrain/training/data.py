@@ -343,7 +343,7 @@ class RowData(LightningDataModule):
         by_length: whether a training batch holds rows of about the same length; see `SeededLoader`.
         contexts: [n, L] token rows that tau is measured on; no training sees them.
         digest: of all rows, if a resumed run must find them again.
-        settled: options by dotted name, if the text is too little for those that were given.
+        changed: options by dotted name that the text is too little for, and what they are now.
     """
 
     def __init__(
@@ -355,10 +355,10 @@ class RowData(LightningDataModule):
         by_length: bool = False,
         contexts: Sequence = (),
         digest: str = "",
-        settled: Mapping[str, object] | None = None,
+        changed: Mapping[str, object] | None = None,
     ) -> None:
         super().__init__()
-        self.digest, self.settled = digest, settled or {}
+        self.digest, self.changed = digest, changed or {}
         self.train, self.held_out, self.contexts = train, held_out, contexts
         self.batch_size, self.seed, self.by_length = batch_size, seed, by_length
 

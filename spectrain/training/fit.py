@@ -26,11 +26,19 @@ from spectrain.errors import UserError
 from spectrain.stores.environment import commit_of, environment
 from spectrain.stores.overlap import TRAINED_ON, Sample
 from spectrain.training.base import Parts
-from spectrain.training.callbacks import Checkpoints, KeepBest, StepsForHours, StopOnBadLoss, TokensPerSecond, progress
+from spectrain.training.callbacks import (
+    UNKNOWN_STEPS,
+    Checkpoints,
+    KeepBest,
+    StepsForHours,
+    StopOnBadLoss,
+    TokensPerSecond,
+    progress,
+)
 from spectrain.training.checkpoints import ranks_of, reshard
 from spectrain.training.loggers import of_wandb
 from spectrain.training.runs import RunFolder
-from spectrain.training.strategies import ZeroStrategy, precision_of, uses_gpu
+from spectrain.training.strategies import ZeroStrategy, check_shared, precision_of, ranks_of_torchrun, uses_gpu
 
 log = logging.getLogger(__name__)
 
@@ -55,6 +63,8 @@ def fit(run: RunFolder, parts: Parts, max_steps: int, in_sweep: bool = False) ->
     trainer = build_trainer(config, max_steps, callbacks(config, run), loggers, in_sweep)
     check_batches(config, trainer, len(data.train))
     run.begin()
+    if max_steps != UNKNOWN_STEPS:
+        run.note_steps(max_steps)
     if target:
         rows = {"corpus": data.digest} if data.digest else {}
         run.keep_to({"target": fingerprint(target.model, target.tokenizer)} | rows | parts.source)
@@ -90,7 +100,7 @@ def final_metrics(trainer: Trainer) -> dict[str, float]:
 def callbacks(config: Mapping, run: RunFolder) -> list[Callback]:
     """In the order in which they act: what a checkpoint speaks of is done before it is written."""
     return [
-        *([StepsForHours(run, config["hours"])] if config["hours"] else []),
+        *([StepsForHours(config["hours"], run.note_steps)] if config["hours"] else []),
         TokensPerSecond(),
         StopOnBadLoss(run.checkpoints),
         KeepBest(run.best, config["select"]["every"]),
@@ -161,12 +171,7 @@ def build_trainer(
             f"-m on {trainer.world_size} ranks needs torchrun --nproc-per-node {trainer.world_size} -m spectrain.train "
             "... -m; or give trainer.devices=1"
         )
-    batch_size = config["data"]["batch_size"]
-    if batch_size % trainer.world_size:
-        raise UserError(
-            f"data.batch_size={batch_size} rows cannot be shared out evenly by {trainer.world_size} ranks; give a "
-            f"multiple of {trainer.world_size}, or fewer ranks"
-        )
+    check_shared(config["data"]["batch_size"], trainer.world_size)
     return trainer
 
 
@@ -176,14 +181,6 @@ def target_device(config: Mapping) -> str:
     if accelerator == "cpu":
         return "cpu"
     return f"cuda:{rank}" if rank is not None and uses_gpu(accelerator) else config["target"]["device"]
-
-
-def ranks_of_torchrun() -> dict[str, int]:
-    """The values under torchrun of trainer.devices and trainer.num_nodes; {} without it."""
-    if "TORCHELASTIC_RUN_ID" not in os.environ:
-        return {}
-    world, local = int(os.environ["WORLD_SIZE"]), int(os.environ["LOCAL_WORLD_SIZE"])
-    return {"devices": local, "num_nodes": world // local}
 
 
 def check_batches(config: Mapping, trainer: Trainer, n_rows: int) -> None:

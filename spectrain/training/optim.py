@@ -56,8 +56,8 @@ def build_optimizer(named_parameters: Iterable[tuple[str, nn.Parameter]], settin
     Embeddings, norms, biases and feedback weights are not decayed; embeddings are never given to Muon.
     """
     trainable = [(name, parameter) for name, parameter in named_parameters if parameter.requires_grad]
-    matrices = [p for name, p in trainable if p.ndim == 2 and not _is_lookup(name)]
-    others = [p for name, p in trainable if p.ndim != 2 or _is_lookup(name)]
+    matrices = [p for name, p in trainable if is_matrix(name, p)]
+    others = [p for name, p in trainable if not is_matrix(name, p)]
     if settings.name == "muon":
         return MuonAdamW(matrices, others, settings)
     groups = [{"params": matrices, "weight_decay": settings.weight_decay}, {"params": others, "weight_decay": 0.0}]
@@ -67,9 +67,9 @@ def build_optimizer(named_parameters: Iterable[tuple[str, nn.Parameter]], settin
     return optimizer
 
 
-def _is_lookup(name: str) -> bool:
-    """Whether a matrix is read row by row (embedding, unembedding, feedback weights): no Muon, no decay."""
-    return any(part in name for part in ("embed", "lm_head", "feedback"))
+def is_matrix(name: str, parameter: nn.Parameter) -> bool:
+    """Whether a parameter is decayed, and stepped by Muon: no matrix that is read row by row, as an embedding is."""
+    return parameter.ndim == 2 and not any(part in name for part in ("embed", "lm_head", "feedback"))
 
 
 def warmup_then_down(optimizer: Optimizer, settings: OptimizerSettings, steps_of_run: Callable[[], int]) -> LambdaLR:

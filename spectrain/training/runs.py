@@ -23,7 +23,7 @@ import shutil
 import uuid
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -33,7 +33,7 @@ from omegaconf import OmegaConf
 from torch import Tensor
 
 from spectrain.config import TYPED_COMMAND, Target
-from spectrain.config.fields import at, flat, put
+from spectrain.config.fields import put
 from spectrain.errors import FinishedRun, UserError
 from spectrain.stores.files import read_json, read_yaml, strict, write_json
 from spectrain.stores.folder import digest, locked, refuse_existing, remove_leftovers, write_folder
@@ -57,10 +57,11 @@ class RunFolder:
     """A run that may begin: a new one, or an interrupted one that is resumed."""
 
     path: Path
-    config: dict  # resolved; `settle` gives it a value for everything that was left to the machine
+    config: dict  # resolved
     id: str  # a name that no other run has, kept when the run is resumed
     result: str = "result.json"  # written last: the run is finished
-    asked: dict = field(default_factory=dict)  # dotted name -> what was asked, of each option that was settled
+    asked: dict | None = None  # the config as it was asked, by which the run is named; None: as it is
+    resumes: bool = False
 
     @classmethod
     @contextmanager
@@ -78,7 +79,7 @@ class RunFolder:
         path = cls.path_of(config)
         with locked(path) if rank_zero_only.rank == 0 else nullcontext():
             run = cls.find(config, result)
-            yield run if settle is None else run.settled(settle)
+            yield run if settle is None else run._settled(settle)
 
     @staticmethod
     def path_of(config: Mapping) -> Path:
@@ -105,30 +106,26 @@ class RunFolder:
             if fresh or not (is_rank_zero or isinstance(reason, FinishedRun)):
                 return run
             raise reason
+        run = dataclasses.replace(run, resumes=True)
         return dataclasses.replace(run, id=run.facts()["id"]) if is_rank_zero else run
 
-    def settled(self, settle: Callable[[dict], dict]) -> RunFolder:
-        """Return the run with its options settled: as they were at its first start, else by `settle`."""
+    def _settled(self, settle: Callable[[dict], dict]) -> RunFolder:
+        """Return the run with values for what its config leaves open: those of its first start, else by `settle`."""
         config = settle(self.config)
-        if (self.path / CONFIG).is_file() and self._why_not_to_resume() is None:
-            begun = read_yaml(self.path / CONFIG)
-            for name in self.facts().get("asked", {}).keys() - {"trainer.accelerator"}:  # that may be another one now
-                put(config, name, at(begun, name))
-        values, before = dict(flat(config)), dict(flat(self.config))
-        changed = {name: before.get(name) for name in values if values[name] != before.get(name)}
-        return dataclasses.replace(self, config=config, asked=changed)
+        if self.resumes:  # what is not hashed, and where it runs, may be another now
+            begun, runs_on = hashed(read_yaml(self.path / CONFIG)), config["trainer"]["accelerator"]
+            config = config | begun | {"trainer": config["trainer"] | begun["trainer"] | {"accelerator": runs_on}}
+        return dataclasses.replace(self, config=config, asked=self.config)
 
-    def settle(self, options: Mapping[str, object]) -> None:
-        """Change options by dotted name, before the run begins, to what its data has decided."""
+    def change(self, options: Mapping[str, object]) -> None:
+        """Change options by dotted name to what the run's data has decided."""
         for name, value in options.items():
-            self.asked.setdefault(name, at(self.config, name))
             put(self.config, name, value)
+        if options and rank_zero_only.rank == 0 and self.facts().get("id") == self.id:  # it has begun
+            OmegaConf.save(OmegaConf.create(self.config), self.path / CONFIG)
 
     def _why_not_to_resume(self) -> UserError | None:
-        begun = read_yaml(self.path / CONFIG)
-        for name, value in self.facts().get("asked", {}).items():
-            put(begun, name, value)
-        before, ours = hashed(begun), hashed(self.config)
+        before, ours = hashed(self.facts().get("asked") or read_yaml(self.path / CONFIG)), hashed(self.config)
         differing = sorted(key for key in before.keys() | ours.keys() if before.get(key) != ours.get(key))
         if differing:
             return UserError(

@@ -13,7 +13,6 @@ import logging
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
-from types import MappingProxyType
 
 import numpy as np
 from lightning.pytorch.utilities import rank_zero_only
@@ -42,7 +41,6 @@ from spectrain.training.strategies import planned_ranks, precision_of, uses_gpu
 
 log = logging.getLogger(__name__)
 
-SHORTEST_ROW = 64  # tokens, to which rows are halved where the text makes none otherwise
 SMALL_SHARE = 0.2  # of a small corpus, that is held out
 CONTEXTS = 1024  # held-out rows of a store that are kept at hand for tau
 
@@ -51,7 +49,7 @@ class Online(config_training.Online):
     """The frozen models run inside the training step."""
 
     def drafter_rows(
-        self, config: Mapping, target: TargetModel, layers: tuple[int, ...] = (), asked: Mapping = MappingProxyType({})
+        self, config: Mapping, target: TargetModel, layers: tuple[int, ...] = (), asked: Mapping | None = None
     ) -> RowData:
         """The corpus, packed into rows.
 
@@ -62,28 +60,27 @@ class Online(config_training.Online):
                 f"data.row_tokens={self.row_tokens} is longer than the target's context of {target.max_positions}; "
                 "lower data.row_tokens"
             )
-        rows, settled = self._rows_that_fit(config, target, asked)
+        asked = asked or config
+        rows, changed = self._rows_that_fit(config, target, asked)
         n_rows, row_tokens = len(rows.train), rows.train.tokens.shape[1]
         log.info("%d training rows and %d held-out rows of %d tokens", n_rows, len(rows.held_out), row_tokens)
-        if n_rows < self.batch_size and "data.batch_size" in asked:
+        if n_rows < self.batch_size and at(asked, "data.batch_size") is None:
             n_ranks = planned_ranks(config["trainer"])
-            settled["data.batch_size"] = self.batch_size = max(1, n_rows // n_ranks) * n_ranks
-        if settled:
-            log.warning("the text is little, so %s", ", ".join(f"{name}={value}" for name, value in settled.items()))
+            changed["data.batch_size"] = self.batch_size = max(1, n_rows // n_ranks) * n_ranks
+        if changed:
+            log.warning("the corpus is small: %s", ", ".join(f"{name}={value}" for name, value in changed.items()))
         held_out = rows.held_out.tokens
         contexts = held_out[self.val_rows :][:CONTEXTS].tolist() or held_out[:CONTEXTS].tolist()  # for tau
         train, seen = (TokenRows(**vars(packed)) for packed in (rows.train, rows.held_out[: self.val_rows]))
-        return RowData(
-            train, seen, self.batch_size, config["seed"], contexts=contexts, digest=rows.digest, settled=settled
-        )
+        facts = {"contexts": contexts, "digest": rows.digest, "changed": changed}
+        return RowData(train, seen, self.batch_size, config["seed"], **facts)
 
     def _rows_that_fit(self, config: Mapping, target: TargetModel, asked: Mapping) -> tuple[Packed, dict[str, object]]:
         """Return the rows of the first options that make any, and what differs from the config."""
-        share, lengths = config["corpus"]["held_out_share"], [self.row_tokens]
-        while "data.row_tokens" in asked and lengths[-1] >= 2 * SHORTEST_ROW:
-            lengths.append(lengths[-1] // 2)
-        more = max(share, SMALL_SHARE)
-        tried = [(length, share) for length in lengths[:3]] + [(length, more) for length in lengths[2:]]
+        share, tried = config["corpus"]["held_out_share"], [(self.row_tokens, config["corpus"]["held_out_share"])]
+        if at(asked, "data.row_tokens") is None:
+            tried += [(self.row_tokens >> halvings, share) for halvings in (1, 2)]
+            tried += [(self.row_tokens >> halvings, max(share, SMALL_SHARE)) for halvings in (2, 3, 4)]
         for row_tokens, held_out_share in tried:
             corpus = Corpus(**{**config["corpus"], "held_out_share": held_out_share})
             try:
@@ -93,7 +90,7 @@ class Online(config_training.Online):
                 if (row_tokens, held_out_share) == tried[-1]:
                     raise
         found = {"data.row_tokens": row_tokens, "corpus.held_out_share": held_out_share}
-        if "tau.context_tokens" in asked:
+        if row_tokens < self.row_tokens and at(asked, "tau.context_tokens") is None:
             found["tau.context_tokens"] = contexts_of(row_tokens)
         return rows, {name: value for name, value in found.items() if value != at(config, name)}
 
@@ -110,7 +107,7 @@ class Offline(config_training.Offline):
     """The outputs of the frozen models were stored beforehand, by data_prep.activations or data_prep.acceptance."""
 
     def drafter_rows(
-        self, config: Mapping, target: TargetModel, layers: tuple[int, ...], asked: Mapping = MappingProxyType({})
+        self, config: Mapping, target: TargetModel, layers: tuple[int, ...], asked: Mapping | None = None
     ) -> RowData:
         """The rows of a store of activations."""
         store, trainer = self._open_features(target, layers, config["target"]["path"]), config["trainer"]

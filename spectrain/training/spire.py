@@ -31,10 +31,8 @@ from spectrain.training.sums import ValidationSums
 log = logging.getLogger(__name__)
 
 AUTO_SHARE = 0.995  # of the training text, that draft_vocab=auto covers
-STORED_DTYPE = torch.bfloat16  # of features, as `spectrain.stores.features` keeps them
-
-
 GUESSED_VOCAB = 32_768  # tokens of draft_vocab=auto, before any text is read
+STORED_DTYPE = torch.bfloat16  # of features, as `spectrain.stores.features` keeps them
 
 
 class SpireTraining(Training):
@@ -161,7 +159,9 @@ class SpireExperiment(Experiment):
 
     def blank(self) -> SpireTraining:
         n_tokens = self.config["draft_vocab"]
-        kept = None if n_tokens is None else torch.arange(GUESSED_VOCAB if n_tokens == "auto" else n_tokens)
+        if n_tokens == "auto":  # the text would say
+            n_tokens = min(GUESSED_VOCAB, self.target.vocab_size)
+        kept = None if n_tokens is None else torch.arange(check_vocab(n_tokens, self.target))
         return self.training(SpireDrafter(self.shape(kept), self.target), is_new=True)
 
     def training(self, drafter: SpireDrafter, is_new: bool) -> SpireTraining:
@@ -230,6 +230,13 @@ def trainings_of(folder: Path) -> list[dict]:
     return [*trained.get("before", []), {"drafter": folder.name, **known}]
 
 
+def check_vocab(draft_vocab: int, target: TargetModel) -> int:
+    """Return `draft_vocab`; raise UserError where the target has fewer tokens."""
+    if draft_vocab > target.vocab_size:
+        raise UserError(f"draft_vocab={draft_vocab} is more than the target's {target.vocab_size} tokens; lower it")
+    return draft_vocab
+
+
 def drafted_tokens(draft_vocab: int | str | None, rows: Rows, target: TargetModel) -> Tensor | None:
     """The tokens [K] int64 that a drafter can draft: special ones, then the most frequent ones of its training text.
 
@@ -242,8 +249,8 @@ def drafted_tokens(draft_vocab: int | str | None, rows: Rows, target: TargetMode
     """
     if draft_vocab is None:
         return None
-    if draft_vocab != "auto" and draft_vocab > target.vocab_size:
-        raise UserError(f"draft_vocab={draft_vocab} is more than the target's {target.vocab_size} tokens; lower it")
+    if draft_vocab != "auto":
+        check_vocab(draft_vocab, target)
     counts = rows.token_counts(target.vocab_size)
     n_text, special = int(counts.sum()), set(target.eos_ids)
     if target.tokenizer is not None:

@@ -16,6 +16,7 @@ from lightning.fabric.utilities.seed import reset_seed
 from lightning.pytorch.strategies import DeepSpeedStrategy
 from torch import Tensor, nn
 
+from spectrain.errors import UserError
 from spectrain.kernels import multiplies
 
 
@@ -38,15 +39,31 @@ def precision_of(trainer: Mapping) -> str | None:
     return fast_precision(trainer.get("precision"), "cuda" if uses_gpu(trainer["accelerator"]) else "cpu")
 
 
+def ranks_of_torchrun() -> dict[str, int]:
+    """The values under torchrun of trainer.devices and trainer.num_nodes; {} without it."""
+    if "TORCHELASTIC_RUN_ID" not in os.environ:
+        return {}
+    world, local = int(os.environ["WORLD_SIZE"]), int(os.environ["LOCAL_WORLD_SIZE"])
+    return {"devices": local, "num_nodes": world // local}
+
+
 def planned_ranks(trainer: Mapping) -> int:
-    """Return how many ranks will train; see `fit.ranks_of_torchrun`."""
+    """Return how many ranks will train."""
+    trainer = {**trainer, **ranks_of_torchrun()}
     devices = trainer.get("devices", 1)
-    if "TORCHELASTIC_RUN_ID" in os.environ:
-        return int(os.environ["WORLD_SIZE"])
     if devices in ("auto", -1):
         devices = max(1, torch.cuda.device_count()) if trainer["accelerator"] == "gpu" else 1
     n_devices = len(devices) if isinstance(devices, list) else devices if isinstance(devices, int) else 1
     return max(1, n_devices) * trainer.get("num_nodes", 1)
+
+
+def check_shared(batch_size: int, n_ranks: int) -> None:
+    """Raise UserError unless the rows of a batch can be shared out evenly."""
+    if batch_size % n_ranks:
+        raise UserError(
+            f"data.batch_size={batch_size} rows cannot be shared out evenly by {n_ranks} ranks; give a multiple of "
+            f"{n_ranks}, or fewer ranks"
+        )
 
 
 def deepspeed(accelerator: str, stage: int = 2, offload_optimizer: bool = False) -> ZeroStrategy:

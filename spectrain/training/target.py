@@ -36,7 +36,7 @@ class TargetExperiment(Experiment):
         self.run.begin()
         tokenizer = self._tokenizer()
         model = self._new(tokenizer)
-        rows = self.data.drafter_rows(self.config, TargetModel(model, tokenizer))
+        rows = self.data.drafter_rows(self.config, TargetModel(model, tokenizer), asked=self.run.asked)
         return Parts(LanguageModelTraining(model, self.optimizer), rows)
 
     def save(self, folder: Path, weights: dict[str, Tensor]) -> None:

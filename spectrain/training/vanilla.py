@@ -35,7 +35,7 @@ class LanguageModelTraining(Training):
         self.model = model
 
     def training_step(self, batch: RowBatch, batch_idx: int) -> Tensor:
-        loss = self.weighted_by_ranks(self.loss(self.states(batch), batch), batch.learned())
+        loss = self.weighted_by_ranks(self.objective(batch), batch.learned())
         self.log("train/loss", loss, prog_bar=True, sync_dist=True, batch_size=len(batch.numbers))  # of all ranks' rows
         return loss
 

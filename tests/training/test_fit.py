@@ -131,6 +131,7 @@ def test_defaults_fit_the_machine(monkeypatch, tmp_path):
     assert config_of("+exp=spire", "trainer.devices=3")["data"]["batch_size"] == 6
     monkeypatch.setenv("TORCHELASTIC_RUN_ID", "x")
     monkeypatch.setenv("WORLD_SIZE", "16")
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "8")
     assert config_of("+exp=spire", "trainer=ddp")["data"]["batch_size"] == 16
 
 
