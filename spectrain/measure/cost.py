@@ -28,7 +28,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from spectrain.config import conf_dir
 from spectrain.decoding.loading import first_line, read_config
-from spectrain.decoding.modules import find_blocks, unsupported_layer_type, window_of
+from spectrain.decoding.modules import find_blocks, unsupported_layer_type
 from spectrain.errors import UserError, check_number, check_whole
 from spectrain.models.packages import target_path
 from spectrain.stores.environment import cpu_name
@@ -242,9 +242,8 @@ def shape_of_model(name: str) -> Shape:
     model, path = empty_model(name), target_path(name)
     config, blocks = model.config, find_blocks(model)
     text = config.get_text_config()
-    experts = any((getattr(text, key, None) or 1) > 1 for key in EXPERTS)
-    if experts or unsupported_layer_type(config) or window_of(config):
-        raise UserError(f"the cost of {path} is not modelled; choose a dense model with full attention")
+    if any((getattr(text, key, None) or 1) > 1 for key in EXPERTS) or unsupported_layer_type(config):
+        raise UserError(f"the cost of {path} is not modelled; choose a dense model with attention, and give n_layer")
     n_head, hidden = text.num_attention_heads, text.hidden_size
     return Shape(
         n_layer=text.num_hidden_layers,

@@ -68,7 +68,7 @@ class Plan:
     def sentence(self, machine: Machine) -> str:
         """Say it in a line."""
         steps = "as many steps as its hours have" if self.steps is None else f"at most {self.steps:,} steps"
-        hours = "" if self.hours is None else f", {self.hours:.2g} hours"
+        hours = "" if self.hours is None else f", {self.hours:,.{0 if self.hours >= 10 else 2}f} hours"
         return (
             f"{_short(self.trained_parameters)} parameters train for a target of "
             f"{_short(self.target_parameters)}, {steps} of {self.step_rows} x {self.row_tokens:,} tokens on "

@@ -49,7 +49,7 @@ def settled(config: Mapping) -> dict:
     config = copy.deepcopy(dict(config))
     trainer, data = config["trainer"], config["data"]
     on_that_gpu = bool(config["hardware"] and config["hardware"]["flops_per_s"])
-    elsewhere = config["plan"] and trainer["accelerator"] == "auto" and on_that_gpu
+    elsewhere = config["plan"] and trainer["accelerator"] != "cpu" and on_that_gpu
     trainer["accelerator"] = "gpu" if elsewhere or uses_gpu(trainer["accelerator"]) else "cpu"
     trainer["precision"] = "bf16-mixed" if elsewhere and trainer["precision"] == "auto" else precision_of(trainer)
     config["target"]["dtype"] = _dtype(config["target"], trainer["accelerator"] == "gpu")
