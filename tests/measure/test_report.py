@@ -118,7 +118,7 @@ def runs(tmp_path, monkeypatch) -> Path:
             "target": {"path": "org/model"},
         }
         write(folder / name / "config.yaml", yaml.safe_dump(config))
-        write(folder / name / "run.json", json.dumps({"command": f"train {name}", "attempts": []}))
+        write(folder / name / "run.json", json.dumps({"command": f"train {name}", "attempts": [], "steps": 40}))
         if name != "going":
             write(folder / name / "result.json", json.dumps(trained))
         first = "step,epoch,train/loss,eval/loss\n9,0,3.0,\n19,0,2.0,2.5\n"
