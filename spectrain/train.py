@@ -104,7 +104,7 @@ def train(options: Train, run: RunFolder) -> None:
 def steps_of(run: RunFolder, experiment: Experiment, parts: Parts) -> int:
     """The optimizer steps of a run: with `hours` those that its first steps have led to, once these are done."""
     if run.config["hours"] and run.config["max_steps"] is None:
-        return run.facts().get("steps", UNKNOWN_STEPS)
+        return run.facts().get("steps", UNKNOWN_STEPS) if run.resumes else UNKNOWN_STEPS
     trained = sum(one.numel() for one in parts.module.parameters() if one.requires_grad)
     return experiment.steps_of(trained, len(parts.data.train))
 

@@ -165,7 +165,7 @@ class RunFolder:
 
     @rank_zero_only
     def note_steps(self, steps: int) -> None:
-        """Add to run.json how many steps the run has, where `hours` decides it."""
+        """Add to run.json how many steps the run has."""
         write_json(self.path / FACTS, self.facts() | {"steps": steps})
 
     @rank_zero_only

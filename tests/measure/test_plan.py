@@ -167,9 +167,8 @@ def test_hours_become_steps_after_the_first_ones_and_stay(tmp_path, monkeypatch)
         trainer.global_step, trainer.max_steps = batch // 2, loop.max_steps
         callback.on_train_batch_end(trainer, None, None, None, 0)
     assert loop.max_steps == 1800
-    assert steps_of(run, None, None) == 1800  # where it is resumed
-    new = RunFolder(tmp_path / "new", {"hours": 1.0, "max_steps": None}, "id")
-    assert steps_of(new, None, None) == UNKNOWN_STEPS
+    assert steps_of(replace(run, resumes=True), None, None) == 1800
+    assert steps_of(run, None, None) == UNKNOWN_STEPS  # fresh=true, beside what an earlier run has left
 
 
 def test_a_small_corpus_makes_shorter_rows_and_holds_more_of_them_out(shared, tmp_path, monkeypatch, caplog):
