@@ -85,7 +85,7 @@ def run(module: str) -> None:
                 options = config.options_of(name, cfg)
                 main = importlib.import_module(module).main
                 quiet_libraries()
-                importlib.import_module("spectrain.measure.settled").settle(options)
+                settle_dtype(options)
                 main(options)
             finally:
                 if "wandb" in sys.modules:  # in a multirun each job is a W&B run of its own
@@ -356,6 +356,17 @@ def quiet_libraries() -> None:
     for message in UNHELPFUL_WARNINGS:
         warnings.filterwarnings("ignore", message=f".*{message}.*")
     warnings.filterwarnings("ignore", category=FutureWarning, module="torch.distributed")  # of what DeepSpeed calls
+
+
+def settle_dtype(options: object) -> None:
+    """Replace `target.dtype=auto`, by which stores and results are named; a training does so for all its options."""
+    target = getattr(options, "target", None)
+    if isinstance(target, config.Target) and not hasattr(options, "trainer"):
+        import torch  # here: this module imports no torch
+
+        from spectrain.models.packages import dtype_of
+
+        target.dtype = dtype_of(vars(target), torch.cuda.is_available())
 
 
 def open_target(chosen: config.Target, device: str | None = None) -> TargetModel:

@@ -102,7 +102,7 @@ class Tau:
 
 @dataclass
 class Workload:
-    """What a drafter is to decode, for which plan=true and n_layer=auto predict its speedup."""
+    """The batches and contexts that a drafter will decode; plan=true and n_layer=auto predict its speedup for them."""
 
     batch: list[int] = option([1, 8], "rows decoded together", least=1)
     context_tokens: list[int] = option([1024, 8192], "lengths of the context", least=1)

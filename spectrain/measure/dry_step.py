@@ -1,4 +1,4 @@
-"""What a training step takes, found out without weights: it runs on torch's device `meta`, and is counted.
+"""Count what a training step takes by running it on torch's device `meta`, without weights.
 
 Each operation is the one that the training really does, on tensors that have a shape and no memory. So the peak of the
 bytes that live at the same time, the FLOPs, and the bytes that are read and written are those of the step, for a model

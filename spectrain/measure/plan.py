@@ -1,4 +1,4 @@
-"""What a training will take: bytes, disk, hours, and the speedup to expect, before any weight is loaded.
+"""Predict what a training takes before any weight is loaded: memory, disk, hours, and the speedup to expect.
 
     python -m spectrain.train +exp=spire target=<folder or hub id> hardware=h100 trainer.devices=8 plan=true
 
@@ -45,7 +45,7 @@ class Machine:
 
 @dataclass(frozen=True)
 class Plan:
-    """What a training takes."""
+    """The predicted memory, disk and time of a training."""
 
     target_parameters: int
     trained_parameters: int

@@ -1,6 +1,5 @@
 """Replace options that are `auto` or null by values that fit the machine and the target.
 
-`target.dtype=auto` is the checkpoint's on a GPU, and float32 on a CPU, where it costs little and texts are lossless.
 A training keeps what its first start has found, so that it goes on elsewhere as it began.
 """
 
@@ -12,16 +11,13 @@ from collections.abc import Mapping
 from dataclasses import asdict
 
 import torch
-from transformers import AutoConfig
 
 from spectrain.config import conf_dir
 from spectrain.config.commands import Hardware as HardwareOptions
-from spectrain.config.commands import Target
-from spectrain.decoding.loading import DTYPES
 from spectrain.errors import UserError
 from spectrain.measure.cost import fastest_depth, read_hardware
 from spectrain.measure.plan import Machine, Outline, Plan, plan_of
-from spectrain.models.packages import target_path
+from spectrain.models.packages import dtype_of
 from spectrain.stores.files import read_yaml
 from spectrain.training.sources import contexts_of
 from spectrain.training.strategies import planned_ranks, precision_of, ranks_of_torchrun, uses_gpu
@@ -31,13 +27,6 @@ log = logging.getLogger(__name__)
 BATCH_ROWS = 4
 ROW_TOKENS = 1024
 MEMORY_SHARE = 0.92  # of a GPU's memory, that is planned with; CUDA and fragments take the rest
-
-
-def settle(options: object) -> None:
-    """Replace `target.dtype=auto` in the options of a command that does not train."""
-    target = getattr(options, "target", None)
-    if isinstance(target, Target) and not hasattr(options, "trainer"):
-        target.dtype = _dtype(vars(target), torch.cuda.is_available())
 
 
 def settled(config: Mapping) -> dict:
@@ -52,7 +41,7 @@ def settled(config: Mapping) -> dict:
     elsewhere = config["plan"] and trainer["accelerator"] != "cpu" and on_that_gpu
     trainer["accelerator"] = "gpu" if elsewhere or uses_gpu(trainer["accelerator"]) else "cpu"
     trainer["precision"] = "bf16-mixed" if elsewhere and trainer["precision"] == "auto" else precision_of(trainer)
-    config["target"]["dtype"] = _dtype(config["target"], trainer["accelerator"] == "gpu")
+    config["target"]["dtype"] = dtype_of(config["target"], trainer["accelerator"] == "gpu")
     if config.get("n_layer") == "auto":
         peaks = read_hardware(config["hardware"] or _here(on_gpu=True), "bf16")  # drafters are made for GPUs
         config["n_layer"] = fastest_depth(config, peaks)
@@ -114,16 +103,3 @@ def _here(on_gpu: bool) -> dict:
     known = (one for one in files.values() if on_gpu and one["name"] in device)
     assumed = files["cpu"] if not on_gpu else files["h100"] | {"name": f"{device or 'GPU'} as an H100"}
     return asdict(HardwareOptions()) | next(known, assumed)
-
-
-def _dtype(target: Mapping, on_gpu: bool) -> str:
-    """Return the dtype of a target's options; of `auto` on a GPU the one that its config names, if we compute in it."""
-    if target["dtype"] != "auto":
-        return target["dtype"]
-    if not on_gpu or target["device"] == "cpu":
-        return "float32"
-    try:
-        found = getattr(AutoConfig.from_pretrained(target_path(target["path"])), "dtype", None)
-    except (OSError, ValueError, UserError):  # loading the target will say what is wrong
-        return "float32"
-    return next((name for name, dtype in DTYPES.items() if dtype == found), "float32")

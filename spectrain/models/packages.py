@@ -13,11 +13,12 @@ import sys
 import tempfile
 import zipfile
 from collections import Counter
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from spectrain.decoding.loading import DTYPES, check_complete, first_line, load_target, quiet_transformers
 from spectrain.errors import UserError
@@ -164,3 +165,19 @@ def check_nothing_is_lost(called: str, n_read: int, tensors: list, texts: dict[s
     in_file = sum(int(tensor.n_elements) for tensor in tensors)
     if in_file != n_read:
         raise UserError(f"{called} has {in_file:,} weights, of which transformers reads {n_read:,}; give another file")
+
+
+def dtype_of(target: Mapping, on_gpu: bool) -> str:
+    """Return the dtype of a target's options; of `auto` on a GPU the one that its config names, if we compute in it.
+
+    On a CPU float32 costs little, and texts are lossless.
+    """
+    if target["dtype"] != "auto":
+        return target["dtype"]
+    if not on_gpu or target["device"] == "cpu":
+        return "float32"
+    try:
+        found = getattr(AutoConfig.from_pretrained(target_path(target["path"])), "dtype", None)
+    except (OSError, ValueError, UserError):  # loading the target will say what is wrong
+        return "float32"
+    return next((name for name, dtype in DTYPES.items() if dtype == found), "float32")

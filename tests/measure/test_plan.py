@@ -1,4 +1,4 @@
-"""What a training takes before it begins: counted steps, bytes by hand, steps, depth, and what a run keeps."""
+"""Plans of trainings: counted steps, bytes by hand, steps, depth, and the options that a run keeps."""
 
 from __future__ import annotations
 
