@@ -4,8 +4,9 @@
     row.kind, row.chat.messages
 
 A row is of the first of these kinds that it fits: a preference pair, whose chosen reply counts; turns in `messages`,
-`conversations`, `conversation` or the one other column that holds some; Spec-Bench's `turns` of a user; Alpaca's
-instruction; a prompt and its completion; a question and its answer; a plain text. What fits none is refused.
+`conversations`, `conversation` or the one other column that holds some; UltraChat's texts of a user and an assistant in
+turns; Spec-Bench's `turns` of a user; Alpaca's instruction; a prompt and its completion; a question and its answer; a
+plain text. What fits none is refused.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ ROLES = {
     **dict.fromkeys(("tool", "function", "observation", "function_response"), "tool"),
 }
 TURNS = dict.fromkeys(("messages", "conversations", "conversation"))  # usual names of columns of turns, in order
+ALTERNATING = ("data", "dialog", "dialogue", *TURNS)  # columns of texts, a user's and an assistant's in turns
 PAIRS = {  # kinds of rows in single texts: columns of the question, what belongs to it, and the reply
     "instructions": (("instruction",), ("input", "context"), ("output", "response")),
     "prompts": (("prompt",), (), ("completion", "response", "answer", "canonical_solution")),
@@ -157,6 +159,9 @@ def read_row(row: Mapping, fields: Sequence[str] = ()) -> Row:
         return _of_turns("preferences", _preferred(row), row)
     if (column := _column_of_turns(row)) is not None:
         return _of_turns("conversations", row[column], row)
+    if (column := next((name for name in ALTERNATING if _is_texts(row.get(name))), None)) is not None:
+        turns = [{"role": ("user", "assistant")[i % 2], "content": text} for i, text in enumerate(row[column])]
+        return _of_turns("conversations", turns, row)
     if isinstance(row.get("turns"), list):  # Spec-Bench's, which are asked one after the other
         if not row["turns"] or not all(isinstance(turn, str) and turn.strip() for turn in row["turns"]):
             raise Broken("has an empty turn, or none")
@@ -259,6 +264,10 @@ def _column_of_turns(row: Mapping) -> str | None:
 def _is_turns(value: object) -> bool:
     turns = value if isinstance(value, list) else []
     return bool(turns) and all(isinstance(turn, Mapping) and turn.keys() & {"role", "from"} for turn in turns)
+
+
+def _is_texts(value: object) -> bool:
+    return isinstance(value, list) and bool(value) and all(isinstance(text, str) for text in value)
 
 
 def _role(turn: Mapping) -> str:

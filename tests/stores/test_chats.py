@@ -73,6 +73,7 @@ ROWS = {
     "its turns": ({"prompt": turns("Hi"), "completion": turns("Hi", "Ho")[1:]}, "prompts", turns("Hi", "Ho")),
     "GSM8K": ({"question": "1 + 1?", "answer": "2"}, "questions", turns("1 + 1?", "2")),
     "MetaMath": ({"query": "1 + 1?", "response": "2", "type": "x"}, "questions", turns("1 + 1?", "2")),
+    "UltraChat": ({"id": "0", "data": ["Hi", "Ho", "He", "Ha"]}, "conversations", turns("Hi", "Ho", "He", "Ha")),
     "Spec-Bench": ({"question_id": 1, "category": "c", "turns": ["Hi"]}, "questions", turns("Hi")),
     "DPO": ({"chosen": turns("Hi", "Ho"), "rejected": turns("Hi", "x")}, "preferences", turns("Hi", "Ho")),
     "its prompt": (
