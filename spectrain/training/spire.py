@@ -61,6 +61,7 @@ class SpireTraining(Training):
         """Fit the drafter's input to the target's on some of the training rows: on every rank the same."""
         if not self.fits_input:
             return
+        log.info("fitting the drafter's input to the target's on %d tokens", FIT_TOKENS)
         fit, n_tokens = InputFit(self.drafter), 0
         reading = self.target.with_capture(last_layers(self.target.model, self.drafter.config.n_layer)[:1])
         for place in torch.randperm(len(rows), generator=torch.Generator().manual_seed(0)).tolist():
