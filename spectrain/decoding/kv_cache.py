@@ -98,7 +98,8 @@ class KVCache(Cache):
             buffers.append(torch.zeros(self.max_rows, n_heads, self.capacity, size, dtype=dtype, device=device))
 
     def place(self, slots: Tensor, used: int) -> None:
-        """Let the next forward write to slots [R, N] int64, wherever these are, and read the first `used` ones."""
+        """Let the next forward of the first R rows write to slots [R, N] int64, and read the first `used` ones."""
+        self._rows, self._n_nodes = range(len(slots)), slots.shape[1]
         self._slots, self._common_start, self._used, self._lines = slots, None, used, {}
 
     def update(self, key_states: Tensor, value_states: Tensor, layer_idx: int, *_, **__) -> tuple[Tensor, Tensor]:
@@ -195,14 +196,12 @@ class KVCache(Cache):
             values.gather(2, slots.expand(-1, values.shape[1], -1, values.shape[3])),
         )
 
-    def fill(self, layer_idx: int, keys: Tensor, values: Tensor, lengths: Sequence[int]) -> None:
-        """Replace one layer's content: the first lengths[b] tokens of row b are keys and values [n, H, K, D_head].
-
-        After one such call per layer the cache has n rows of these lengths, as if the model had read them.
-        """
-        n_rows, n_tokens = keys.shape[0], keys.shape[2]
-        assert len(lengths) == n_rows, (lengths, n_rows)
-        assert max(lengths) <= n_tokens, (lengths, n_tokens)
+    def fill(self, layer_idx: int, keys: Tensor, values: Tensor) -> None:
+        """Replace the first tokens of one layer by keys and values [n, H, K, D_head], as if the model had read them."""
+        n_rows, _, n_tokens, _ = keys.shape
         self.begin(range(n_rows), [0] * n_rows, n_tokens)
         self.update(keys, values, layer_idx)
+
+    def hold(self, lengths: Sequence[int]) -> None:
+        """Say how many tokens of each row the cache holds: those that were filled, or written by a graph."""
         self.lengths, self._lengths = list(lengths), None

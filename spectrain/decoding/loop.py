@@ -23,13 +23,15 @@ from spectrain.decoding.memory import is_out_of_memory, out_of_memory_advice
 from spectrain.decoding.sampling import Sampling, row_generator
 from spectrain.decoding.target import TargetModel
 from spectrain.decoding.tree import DraftTree, Source
-from spectrain.decoding.verify import Verified, verify
+from spectrain.decoding.verify import Verified, moved, verify
 from spectrain.errors import UserError, check_whole
+from spectrain.kernels import Graphs
 
 if TYPE_CHECKING:
     from spectrain.decoding.drafter import Drafter
 
 MOST_NODES = 128  # of a step, for which the cache has room behind the text from the start
+PROBE = 1 << 16  # is added to the parents of probes
 
 
 @dataclass(frozen=True)
@@ -227,8 +229,8 @@ class _Batch:
     def step(self) -> list[Emitted]:
         """Run one step for all rows."""
         context, clock, n_rows = self.context, self.clock, len(self.rows)
-        tree = self.drafter.propose(context)
-        if not tree.is_chain:
+        tree = self.target.padded(self.drafter.propose(context))
+        if not tree.is_chain and self.target.graphs is None:
             _ = tree.depth, tree.ancestors  # computed on first use; their time belongs to the draft, not the forward
         clock.lap("draft", n_rows)
         output = self.target.score(tree, self.cache)
@@ -236,7 +238,7 @@ class _Batch:
         rule = context.sampling, context.uniforms, self.verification
         verified = verify(tree, output.logits, *rule, output.best, self.target.graphs)
         clock.lap("verify", n_rows)
-        self.cache.commit(_moving(tree, verified), verified.accepted)
+        self.cache.commit(_moving(tree, verified, self.target.graphs), verified.accepted)
         context.advance(verified, partial(verified.last_logits, output.logits))
         clock.lap("commit", n_rows)
         asked = self.drafter.observe(context, tree, output, verified)
@@ -299,12 +301,12 @@ class _Step:
     asked: list[list[int]]  # what the drafter wants to read
 
 
-def _moving(tree: DraftTree, verified: Verified) -> Tensor | None:
+def _moving(tree: DraftTree, verified: Verified, graphs: Graphs | None) -> Tensor | None:
     """Return the accepted paths [n, A] whose nodes have to move in the cache; None: all stand where they belong."""
     if tree.is_chain:
         return None
-    path = verified.path[:, : 1 + tree.deepest]
-    if path.device.type != "cpu":
+    path = moved(verified.path, 1 + tree.deepest, graphs)
+    if graphs is not None or path.device.type != "cpu":
         return path
     path = path[:, : 1 + int(verified.accepted.max())]  # on a CPU looking costs less than moving
     return path if ((path != torch.arange(path.shape[1])) & (path > 0)).any() else None
@@ -317,16 +319,19 @@ def _read_back(tree: DraftTree, verified: Verified, asked: Tensor | None) -> _St
     if n == 1:
         found, roots, no_sources = _joined([bonus, *asked]), [[int(Source.ROOT)]] * n_rows, [[0] * len(Source)] * n_rows
         return _Step([row[:1] for row in found], roots, no_sources, [[0]] * n_rows, [row[1:] for row in found])
-    # Of each node, 0 or less where it is no draft.
-    depth = tree.parents + 1 if tree.is_chain else torch.where(tree.drafted, tree.depth, 0)
+    # Probes are told from drafts by their parents.
+    parents = tree.parents if tree.probe is None else torch.where(tree.probe, tree.parents + PROBE, tree.parents)
     path, step = verified.path[:, :n_depths], _Step([], [], [], [], [])
-    for row in _joined([bonus, verified.accepted[:, None], depth, tree.tokens, tree.source, path, *asked]):
-        depths, tokens, sources = row[2 : 2 + n], row[2 + n : 2 + 2 * n], row[2 + 2 * n : 2 + 3 * n]
+    for row in _joined([bonus, verified.accepted[:, None], parents, tree.tokens, tree.source, path, *asked]):
+        above, tokens, sources = row[2 : 2 + n], row[2 + n : 2 + 2 * n], row[2 + 2 * n : 2 + 3 * n]
         nodes, by_source, by_depth = row[3 + 3 * n : 3 + 3 * n + row[1]], [0] * len(Source), [0] * n_depths
-        for node_depth, source in zip(depths, sources, strict=True):
-            if node_depth > 0:
-                by_source[source] += 1
-                by_depth[node_depth] += 1
+        depths = [0] * n
+        for node, parent in enumerate(above):
+            if parent >= 0:
+                depths[node] = depth = 1 + depths[parent % PROBE]
+                if parent < PROBE:
+                    by_source[sources[node]] += 1
+                    by_depth[depth] += 1
         step.emitted.append([*(tokens[node] for node in nodes), row[0]])
         step.sources.append([*(sources[node] for node in nodes), int(Source.ROOT)])
         step.by_source.append(by_source)

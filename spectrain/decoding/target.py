@@ -7,12 +7,13 @@ runs on its own modules (`modules.py`): it takes a complete 4-D mask, explicit p
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache, partial
 from itertools import pairwise
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
@@ -23,7 +24,7 @@ from spectrain.decoding.modules import TransformersEngine, check_supported
 from spectrain.decoding.tree import DraftTree
 from spectrain.decoding.weights import Int8Linear
 from spectrain.errors import UserError, check_choice
-from spectrain.kernels import SLOTS, Graphs, padded_nodes, record
+from spectrain.kernels import NODES, ROWS, SLOTS, Graphs, padded
 
 ENGINES = ("auto", "lean", "transformers")
 GRAPHS = ("auto", "none")
@@ -63,7 +64,7 @@ class TargetModel:
         engine: "lean" runs the model on `LlamaDecoder`, "transformers" on its own modules; "auto" takes the lean
             decoder where it knows the architecture.
         dtype: to compute in; None: that of the weights. Others are for the lean decoder on a CPU.
-        graphs: "auto" replays the steps of the lean decoder as CUDA graphs where the model is on a GPU; "none" never.
+        graphs: "auto" replays steps as CUDA graphs where the whole model is on one GPU; "none" never.
 
     Raises:
         UserError: the model is none that the loop can run, or the engine does not know it.
@@ -85,7 +86,8 @@ class TargetModel:
         self.prefill_chunk, self.keeps_hidden = prefill_chunk, keeps_hidden
         self._engine = _engine(model, engine, dtype)
         check_choice("target.graphs", graphs, GRAPHS)
-        has_graphs = graphs == "auto" and self.engine == "lean" and self.device.type == "cuda"
+        is_on_one_card = self.device.type == "cuda" and len({one.device for one in model.parameters()}) == 1
+        has_graphs = graphs == "auto" and is_on_one_card
         self.graphs = Graphs() if has_graphs else None
         self._kept: list[KVCache] = []  # shared, as `graphs` is, by the copies that capture other layers
         self.capture_layers = self._checked(capture_layers)
@@ -304,37 +306,74 @@ class TargetModel:
 
     def _replayed(self, tree: DraftTree, cache: KVCache, positions: Tensor | None) -> TargetOutput:
         """`score` by a CUDA graph, of trees that are padded to one of a few sizes."""
-        (n_rows, n_nodes), padded = tree.shape, tree.padded(padded_nodes(tree.shape[1]))
-        lengths = cache.lengths_on(tree.tokens.device)
-        used = cache.begin(range(n_rows), cache.lengths, padded.shape[1])
-        used = min(-(-used // SLOTS) * SLOTS, cache.capacity)
-        if positions is None:
-            positions = (lengths[:, None] + padded.depth).clamp_max(self.max_positions - 1)
+        n_nodes, tree = tree.shape[1], self.padded(tree)
+        used = self.reach(cache, tree.shape[1])
 
-        def forward(tokens: Tensor, positions: Tensor, lengths: Tensor, ancestors: Tensor) -> tuple:
-            slots = lengths[:, None] + torch.arange(tokens.shape[1], device=tokens.device)
-            cache.place(slots, used)
-            return self._run_tree(tokens, positions, cache, nodes_mask(slots, ancestors, used), tree.n_silent)
+        def forward(tokens: Tensor, lengths: Tensor, parents: Tensor, *given: Tensor) -> tuple:
+            nodes = DraftTree(tokens, parents, parents, is_chain=tree.is_chain)
+            positions = given[0] if given else (lengths[:, None] + nodes.depth).clamp_max(self.max_positions - 1)
+            scored = self.score_at(lengths, tokens, cache, used, positions, nodes.ancestors, tree.n_silent)
+            return *scored, positions
 
-        key = "score", self._engine.storage, cache.storage, used, self.capture_layers, self.keeps_hidden, tree.n_silent
-        inputs = padded.tokens, positions, lengths, padded.ancestors
-        logits, captured, hidden = self.graphs.run(key, forward, *inputs)
+        key = "score", cache.storage, used, self.capture_layers, self.keeps_hidden, tree.n_silent, tree.is_chain
+        inputs = tree.tokens, self.unread(cache.lengths_on(tree.tokens.device)), tree.parents
+        inputs += () if positions is None else (positions,)
+        logits, captured, hidden, positions = self.graphs.run(key, forward, *inputs)
         captured = [states[:, :n_nodes] for states in captured]
         hidden = None if hidden is None else hidden[:, :n_nodes]
         return TargetOutput(logits[:, :n_nodes], _stacked(captured), positions[:, :n_nodes], hidden)
 
-    def record(self, function: Callable[..., object], *examples: Tensor) -> Callable[..., object]:
-        """Return what computes a function of tensors where this target runs: see `kernels.record`."""
-        return function if self.graphs is None else record(function, *examples)
+    def padded(self, tree: DraftTree) -> DraftTree:
+        """Return a tree as graphs take it: padded to one of a few sizes; without graphs as it is."""
+        return tree if self.graphs is None else tree.padded(padded(tree.shape[1], NODES))
+
+    def reach(self, cache: KVCache, n_nodes: int) -> int:
+        """Let graphs write n nodes of each row behind its committed tokens. Return how many slots attention reads."""
+        used, reach = cache.begin(range(cache.n_rows), cache.lengths, n_nodes), SLOTS
+        while reach < used:
+            reach *= 2
+        return min(reach, cache.capacity)
+
+    def unread(self, lengths: Tensor) -> Tensor:
+        """Return lengths [n] padded as graphs pad rows: those behind the batch have nothing to read."""
+        return F.pad(lengths, (0, padded(len(lengths), ROWS) - len(lengths)))
+
+    def score_at(
+        self,
+        lengths: Tensor,
+        tokens: Tensor,
+        cache: KVCache,
+        used: int,
+        positions: Tensor | None = None,
+        ancestors: Tensor | None = None,
+        n_silent: int = 0,
+    ) -> tuple[Tensor, list[Tensor], Tensor | None]:
+        """What a graph records of `score`: nodes [R, N] behind the first lengths [R] tokens of a cache's first rows.
+
+        Attention reads the first `used` slots. Without `positions` and `ancestors` the nodes are a chain. Returns
+        logits [R, N, V], the captured states of each layer [R, N, D], and final states, if the model keeps them.
+        """
+        n_rows, n_nodes = tokens.shape
+        slots = lengths[:, None] + torch.arange(n_nodes, device=tokens.device)
+        if ancestors is None:
+            ancestors = torch.ones(n_nodes, n_nodes, dtype=torch.bool, device=tokens.device).tril()
+            ancestors = ancestors.expand(n_rows, -1, -1)
+        positions = slots.clamp_max(self.max_positions - 1) if positions is None else positions
+        cache.place(slots, used)
+        return self._run_tree(tokens, positions, cache, nodes_mask(slots, ancestors, used), n_silent)
 
     def new_cache(self, max_rows: int, block_tokens: int, n_tokens: int) -> KVCache:
         """Return an empty cache. It may be one that was given back by `keep_cache`."""
         weights = tuple(weight.data_ptr() for weight in self.model.parameters())
+        if self.graphs is not None:
+            max_rows = padded(max_rows, ROWS)
         for i, kept in enumerate(self._kept):
             alike = (kept.max_rows, kept.block_tokens) == (max_rows, block_tokens) and kept.capacity >= n_tokens
             fits = not kept.keys or (kept.keys[0].dtype, kept.keys[0].device) == (self.dtype, self.device)
             if alike and fits and kept.weights == weights:
                 return self._kept.pop(i)
+        if self.graphs is not None:
+            self.graphs.forget(*(kept.storage for kept in self._kept))
         self._kept.clear()
         cache = KVCache(max_rows, block_tokens, n_tokens)
         cache.graphs, cache.weights = self.graphs, weights

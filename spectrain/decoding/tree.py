@@ -87,14 +87,16 @@ class DraftTree:
         return self.shape[1] - 1 if self.max_depth is None else min(self.max_depth, self.shape[1] - 1)
 
     def padded(self, n_nodes: int) -> DraftTree:
-        """Return the same trees with padding up to n nodes, to be scored: probabilities and probes are left out."""
+        """Return the same trees with padding up to n nodes. Their greatest depth is rounded up, too, to 2^i - 1."""
         missing = n_nodes - self.shape[1]
         if missing <= 0:
             return self
         tokens, source = (F.pad(values, (0, missing)) for values in (self.tokens, self.source))
         parents = F.pad(self.parents, (0, missing), value=PADDING_PARENT)
-        depth = self.deepest or None
-        return DraftTree(tokens, parents, source, is_chain=self.is_chain, max_depth=depth, n_silent=self.n_silent)
+        probs = None if self.probs is None else F.pad(self.probs, (0, 0, 0, missing))
+        probe = None if self.probe is None else F.pad(self.probe, (0, missing))
+        depth = None if self.is_chain else (1 << self.deepest.bit_length()) - 1
+        return DraftTree(tokens, parents, source, probs, probe, self.is_chain, depth, self.n_silent)
 
     @cached_property
     def valid(self) -> Tensor:

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from spectrain import kernels
@@ -17,10 +18,11 @@ from spectrain.decoding.noise import SharedNoise
 from spectrain.decoding.sampling import RowSampling, Sampling, Uniforms, argmax, draw_token
 from spectrain.decoding.tree import DraftTree
 from spectrain.errors import check_choice
-from spectrain.kernels import Graphs
+from spectrain.kernels import Graphs, padded
 
 VERIFICATIONS = ("token", "block")
-MOST_REPLAYED = 1 << 24  # logits of a step; a graph has its own memory for several times as many numbers
+MOVED = (8, 32, 128)  # nodes of paths that graphs move
+MOST_REPLAYED = 1 << 26  # logits of a step; a graph has its own memory for several times as many numbers
 
 
 @dataclass(frozen=True)
@@ -39,6 +41,13 @@ class Verified:
     def last_logits(self, logits: Tensor) -> Tensor:
         """Of logits [B, N, V], return those that the bonus was drawn from, [B, V]."""
         return logits[:, 0] if logits.shape[1] == 1 else _at(logits, self.last)
+
+
+def moved(path: Tensor, n_nodes: int, graphs: Graphs | None) -> Tensor:
+    """Cut a path [B, N] to as many nodes as it may have; for graphs, to one of a few numbers of them."""
+    if graphs is None:
+        return path[:, :n_nodes]
+    return F.pad(path, (0, padded(n_nodes, MOVED) - path.shape[1]), value=-1)
 
 
 def verify(
@@ -68,9 +77,7 @@ def verify(
     check_choice("verification", verification, VERIFICATIONS)
     # A q is judged by uniform numbers; where the noise is shared there are none.
     assert tree.probs is None or not sampling.shares_noise, "with shared noise drafts are deterministic"
-    has_rule = sampling.greedy or tree.probs is not None or tree.shape[1] == 1
-    has_rule = has_rule and isinstance(sampling, Sampling)
-    if graphs is not None and tree.is_chain and has_rule and logits.numel() <= MOST_REPLAYED:
+    if graphs is not None and isinstance(sampling, Sampling) and logits.numel() <= MOST_REPLAYED:
         return _replayed(graphs, tree, logits, sampling, uniforms, verification)
     if sampling.greedy:
         return _verify_greedy(tree, argmax(logits) if best is None else best)
@@ -82,40 +89,66 @@ def verify(
         path, accepted, bonus, used = kernels.accept(*judged)
         uniforms.skip(used, 1 + tree.deepest)
         return Verified(path, accepted, bonus)
+    numbers = _numbers(tree, uniforms)
+    if tree.probs is not None:
+        return _verify_chain(tree, logits, sampling, numbers, verification)
+    verified = _verify_greedy(tree, _drawn(tree, logits, sampling, numbers))
+    uniforms.skip(verified.accepted + 1, 1 + tree.deepest)
+    return verified
+
+
+def _numbers(tree: DraftTree, uniforms: Uniforms | SharedNoise) -> Tensor:
+    """The random numbers of trees by depth [B, 1 + deepest]; of chains that were drawn from a q they are taken.
+
+    A chain reads one number for each drafted token, then the bonus's.
+    """
     if tree.probs is None:
-        return _verify_deterministic(tree, logits, sampling, uniforms)
-    return _verify_chain(tree, logits, sampling, _numbers(tree, uniforms), verification)
-
-
-def _numbers(tree: DraftTree, uniforms: Uniforms) -> Tensor:
-    """Take the random numbers [B, N] of chains: one for each drafted token, then the bonus's."""
+        return uniforms.next(1 + tree.deepest)
     return uniforms.take(tree.shape[1], tree.drafted.sum(-1) + 1)
+
+
+def _drawn(tree: DraftTree, logits: Tensor, sampling: Sampling | RowSampling, numbers: Tensor) -> Tensor:
+    """Draw the token behind each node from the warped p, [B, N], by the number of the node's depth in [B, 1 + deepest].
+
+    Whatever path the text takes, the token at each place is drawn by the same number. So a draft is accepted as far as
+    it agrees with these tokens, as a greedy one is, and a row takes randomness for its path only.
+    """
+    probs, of_nodes = sampling.warp(logits).flatten(0, 1), numbers.gather(1, tree.depth).flatten()
+    return draw_token(probs, of_nodes).view(tree.shape)
 
 
 def _replayed(
     graphs: Graphs, tree: DraftTree, logits: Tensor, sampling: Sampling, uniforms: Uniforms, verification: str
 ) -> Verified:
-    """Verify a chain by a CUDA graph: it is some fifty small kernels, which the host would launch one by one."""
-    inputs = [tree.tokens, tree.parents, logits]
+    """Verify by a CUDA graph: it is some fifty small kernels, which the host would launch one by one."""
+    inputs = {
+        "tokens": tree.tokens,
+        "parents": tree.parents,
+        "logits": logits,
+        "probe": tree.probe,
+        "probs": tree.probs,
+    }
     if not sampling.greedy:
-        inputs.append(_numbers(tree, uniforms))
-        inputs += [] if tree.probs is None else [tree.probs]
+        inputs["numbers"] = _numbers(tree, uniforms)
+    names = [name for name, values in inputs.items() if values is not None]
 
-    def verified(
-        tokens: Tensor, parents: Tensor, logits: Tensor, numbers: Tensor | None = None, probs: Tensor | None = None
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        chain = DraftTree(tokens, parents, source=parents, probs=probs, is_chain=True)
-        if sampling.greedy:
-            found = _verify_greedy(chain, argmax(logits))
-        elif probs is None:  # there is no draft
-            zeros = torch.zeros_like(tokens)
-            found = Verified(zeros, zeros[:, 0], sampling.draw(logits[:, 0], numbers[:, 0])[0])
+    def verified(*values: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        given = dict.fromkeys(inputs) | dict(zip(names, values, strict=True))
+        of_tree = given["tokens"], given["parents"], given["parents"], given["probs"], given["probe"]
+        padded, logits = DraftTree(*of_tree, is_chain=tree.is_chain), given["logits"]
+        if padded.probs is not None:
+            found = _verify_chain(padded, logits, sampling, given["numbers"], verification)
         else:
-            found = _verify_chain(chain, logits, sampling, numbers, verification)
+            best = argmax(logits) if sampling.greedy else _drawn(padded, logits, sampling, given["numbers"])
+            found = _verify_greedy(padded, best)
         return found.path, found.accepted, found.bonus
 
-    outputs = graphs.run(("verify", sampling, verification), verified, *inputs)
-    return Verified(*(output.clone() for output in outputs))  # another generation may replay it before the next step
+    key = "verify", None, sampling, verification, tree.is_chain, *names
+    outputs = graphs.run(key, verified, *(inputs[name] for name in names))
+    found = Verified(*(output.clone() for output in outputs))  # another generation may replay it before the next step
+    if not sampling.greedy and tree.probs is None:
+        uniforms.skip(found.accepted + 1, 1 + tree.deepest)
+    return found
 
 
 def _verify_greedy(tree: DraftTree, best: Tensor) -> Verified:
@@ -147,36 +180,6 @@ def _verify_greedy_chain(tree: DraftTree, best: Tensor) -> Verified:
         ends.append((last, said[last]))
     path, accepted, bonus = (torch.from_numpy(np.array(values)) for values in (paths, *zip(*ends, strict=True)))
     return Verified(path, accepted, bonus)
-
-
-def _verify_deterministic(
-    tree: DraftTree, logits: Tensor, sampling: Sampling, uniforms: Uniforms | SharedNoise
-) -> Verified:
-    """Draw a token from the warped p at each node of the path. Follow the child that equals it, else it is the bonus.
-
-    The draws go level by level, for the rows still walking: a row pays (and takes randomness) for its path only.
-    """
-    n_rows, n_nodes = tree.shape
-    rows = torch.arange(n_rows, device=logits.device)
-    walking = torch.ones(n_rows, dtype=torch.bool, device=logits.device)
-    last = torch.zeros(n_rows, dtype=torch.int64, device=logits.device)
-    bonus = torch.zeros_like(last)
-    # All nodes that spell the path so far: more than one where siblings are equal. Their logits are the same.
-    frontier = torch.zeros(n_rows, n_nodes, dtype=torch.bool, device=logits.device)
-    frontier[:, 0] = True
-    numbers = uniforms.next(1 + tree.deepest)
-    for level in range(1 + tree.deepest):
-        drawn, _ = sampling.draw(logits[rows, last], numbers[:, level])
-        frontier = frontier.gather(1, tree.parents.clamp_min(0)) & tree.drafted & (tree.tokens == drawn[:, None])
-        found = frontier.any(-1)
-        bonus = torch.where(walking, drawn, bonus)  # stands if this is the row's last draw
-        walking = walking & found
-        last = torch.where(walking, frontier.int().argmax(-1), last)
-        if walking.device.type == "cpu" and not walking.any():  # elsewhere asking would cost more than the other levels
-            break
-    verified = _ending_at(tree, last, bonus)
-    uniforms.skip(verified.accepted + 1, 1 + tree.deepest)
-    return verified
 
 
 def _verify_chain(tree: DraftTree, logits: Tensor, sampling: Sampling, numbers: Tensor, verification: str) -> Verified:

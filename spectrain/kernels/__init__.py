@@ -10,14 +10,16 @@ from spectrain.kernels.cpu.products import LEAST_OUTPUTS, multiplies, outruns_to
 from spectrain.kernels.cpu.program import MOST_TOKENS, Program, Programs
 from spectrain.kernels.cpu.running import accept, draw, fits, move, product, reads, runner, warp, warp_and_draw, works
 from spectrain.kernels.cpu.warping import TEMPERATURE
-from spectrain.kernels.cuda.graphs import SLOTS, Graphs, padded_nodes, record, unique
+from spectrain.kernels.cuda.graphs import NODES, ROWS, SLOTS, Graphs, padded, unique
 
 __all__ = [
     "GOING",
     "LEAST_OUTPUTS",
     "LENGTH",
     "MOST_TOKENS",
+    "NODES",
     "ROOM",
+    "ROWS",
     "SLOTS",
     "TEMPERATURE",
     "Graphs",
@@ -30,10 +32,9 @@ __all__ = [
     "move",
     "multiplies",
     "outruns_torch",
-    "padded_nodes",
+    "padded",
     "product",
     "reads",
-    "record",
     "reference",
     "runner",
     "top_tokens",

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from spectrain.decoding import Context, DraftTree, KVCache, TargetModel
 from spectrain.errors import UserError
-from spectrain.methods.draft_chain import ChainDrafter, DraftStep, draft_chain, lengths_of
+from spectrain.methods.draft_chain import ChainDrafter, Chains, DraftStep, draft_chain, lengths_of, replayed_chains
 from spectrain.methods.options import Nodes, Whole
 
 GAMMA = 4  # the k of SPIRe's comparison with MagicDec
@@ -69,10 +69,32 @@ class MagicDec(ChainDrafter):
         roots = context.lengths[:, None] - 1  # [n, 1] positions
 
         def first() -> DraftStep:
-            self._copy_view()
+            lengths = self.full.lengths
+            kept = [min(length, self.sink_tokens + self.window_tokens) for length in lengths]
+            self._copy_view(self.full.lengths_on(self.reader.device), max(kept), kept != lengths)
+            self.cache.hold(kept)
             return self._read(context.roots, roots)
 
-        return draft_chain(context, gamma, first, step=lambda tokens, i: self._read(tokens, roots + i))
+        whole = self._graph_chain if self.replays(context, self.reader.graphs, self.reader.vocab_size) else None
+        return draft_chain(context, gamma, first, lambda tokens, i: self._read(tokens, roots + i), whole=whole)
+
+    def _graph_chain(self, context: Context, n_steps: int, lengths: Tensor | None) -> Chains:
+        most = self.sink_tokens + self.window_tokens
+        n_view = min(most, self.full.capacity)
+        self.cache.hold([min(length, most) for length in self.full.lengths])
+        used = self.reader.reach(self.cache, n_steps)
+
+        def read(i: int, tokens: Tensor, positions: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
+            roots = positions - i
+            if i == 0:
+                self._copy_view(roots, n_view, turns=self.positions == "cache")
+            at = None if self.positions == "cache" else positions[:, None].clamp_max(self.reader.max_positions - 1)
+            logits, _, _ = self.reader.score_at(roots.clamp_max(most) + i, tokens, self.cache, used, at)
+            return logits[:, 0], state
+
+        starts = context.roots[:, None], context.lengths - 1, context.lengths.new_zeros(context.n_rows, 0)
+        key = "chain", self.cache.storage, self.full.storage, used
+        return replayed_chains(self.reader.graphs, key, read, context, n_steps, lengths, None, *starts)
 
     def _read(self, tokens: Tensor, text_positions: Tensor) -> DraftStep:
         """Read one token per row, [n], at text positions [n, 1], and keeps it."""
@@ -83,22 +105,19 @@ class MagicDec(ChainDrafter):
         self.cache.keep(1)
         return DraftStep(output.logits[:, 0])
 
-    def _copy_view(self) -> None:
-        """Fills the sparse cache with sink and window of every row; a shorter row gives all its tokens."""
-        device, lengths = self.reader.device, self.full.lengths
-        kept = [min(length, self.sink_tokens + self.window_tokens) for length in lengths]
-        left_out = (self.full.lengths_on(device) - self.sink_tokens - self.window_tokens).clamp_min(0)[:, None]
-        view = torch.arange(max(kept), device=device).expand(len(kept), -1)
+    def _copy_view(self, lengths: Tensor, n_view: int, turns: bool) -> None:
+        """Fill the sparse cache with sink and window of rows of lengths [n]; a shorter row gives all its tokens.
+
+        The view has at most `n_view` tokens. It `turns` where a row is longer, and is numbered anew.
+        """
+        left_out = (lengths - self.sink_tokens - self.window_tokens).clamp_min(0)[:, None]
+        view = torch.arange(n_view, device=lengths.device).expand(len(lengths), -1)
         skipped = left_out * (view >= self.sink_tokens)  # [n, K] text position less position in the view
         slots = view + skipped  # past a short row's end they hold rubbish, which its length hides
-        turn = None
-        if self.positions == "cache" and kept != lengths:
-            turn = rotation(-skipped, self._inv_freq)
+        turn = rotation(-skipped, self._inv_freq) if turns and self.positions == "cache" else None
         for layer_idx in range(len(self.full)):
             keys, values = self.full.read(layer_idx, slots)
-            if turn is not None:
-                keys = turned(keys, turn)
-            self.cache.fill(layer_idx, keys, values, kept)
+            self.cache.fill(layer_idx, keys if turn is None else turned(keys, turn), values)
 
 
 def rotation(by: Tensor, inv_freq: Tensor) -> Tensor:

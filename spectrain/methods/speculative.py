@@ -18,7 +18,15 @@ from spectrain.decoding.weights import draft_dtype_of
 from spectrain.errors import UserError
 from spectrain.kernels import MOST_TOKENS
 from spectrain.methods.budget import ChainBudget
-from spectrain.methods.draft_chain import ChainDrafter, DraftStep, draft_chain, lengths_of
+from spectrain.methods.draft_chain import (
+    PIECE,
+    ChainDrafter,
+    Chains,
+    DraftStep,
+    draft_chain,
+    lengths_of,
+    replayed_chains,
+)
 from spectrain.methods.options import Dtype, Nodes, Whole
 from spectrain.methods.stopping import StopRule
 from spectrain.models.artifacts import fastest_gamma, trained_acceptance
@@ -141,7 +149,29 @@ class Speculative(ChainDrafter):
             # The last token is not fed: its K and V are made up for if it is accepted.
             step=lambda tokens, i: self._read(DraftTree.root_only(tokens.to(self.draft_model.device)), context),
             stop=self.stop,
+            whole=self._graph_chain if self.replays(context, self.draft_model.graphs, self.vocab_size) else None,
         )
+
+    def _graph_chain(self, context: Context, n_steps: int, lengths: Tensor | None) -> Chains:
+        """Draw chains by a graph that reads the root and the token before it, which may be known, and goes on."""
+        model, cache, totals = self.draft_model, self.cache, context.n_tokens
+        if max(total - known for total, known in zip(totals, cache.lengths, strict=True)) > 2:
+            self._read_unseen(context)
+        tokens = to_device(torch.tensor(context.tail(2)), model.device)
+        cache.truncate([total - 2 for total in totals])
+        used = model.reach(cache, 1 + PIECE * -(-n_steps // PIECE))
+
+        def read(i: int, tokens: Tensor, positions: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
+            logits, _, hidden = model.score_at(positions, tokens, cache, used)
+            return in_vocabulary(logits[:, -1], self.vocab_size), state if hidden is None else hidden[:, -1]
+
+        # Of no width where no rule reads states.
+        width = model.config.get_text_config().hidden_size if self.stop is not None and self.stop.needs_hidden else 0
+        state = torch.zeros(len(totals), width, dtype=model.dtype, device=model.device)
+        key, starts = ("chain", cache.storage, used), (tokens, context.lengths - 2, state)
+        found = replayed_chains(model.graphs, key, read, context, n_steps, lengths, self.stop, *starts)
+        cache.hold([total + found[0].shape[1] - 1 for total in totals])  # the last token was not read
+        return found
 
     def read_roots(self, context: Context) -> Tensor:
         return self._read_unseen(context).logits

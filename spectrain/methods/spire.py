@@ -18,15 +18,15 @@ from typing import Literal
 import torch
 from torch import Tensor, nn
 
-from spectrain.decoding import Context, DraftTree, KVCache, Sampling, TargetModel, TargetOutput, Verified
+from spectrain.decoding import Context, DraftTree, KVCache, TargetModel, TargetOutput, Verified
 from spectrain.decoding.llama import KeysValues, additive
 from spectrain.decoding.transfer import to_device
-from spectrain.decoding.verify import MOST_REPLAYED
+from spectrain.decoding.verify import moved
 from spectrain.decoding.weights import for_drafting, version
 from spectrain.errors import UserError, check_whole
 from spectrain.kernels import MOST_TOKENS, Graphs
 from spectrain.methods.budget import AUTO, ChainBudget
-from spectrain.methods.draft_chain import ChainDrafter, DraftStep, draft_chain, lengths_of
+from spectrain.methods.draft_chain import ChainDrafter, Chains, DraftStep, draft_chain, lengths_of, replayed_chains
 from spectrain.methods.options import Dtype, Nodes, Whole
 from spectrain.methods.spire_slots import SlotStore
 from spectrain.methods.stopping import StopRule
@@ -246,9 +246,9 @@ class Spire(ChainDrafter):
         if self._prompts or self._missed:  # nothing was drafted, and what is older must be written first
             self.watch(context, output, verified)
             return
-        path = verified.path[:, : 1 + tree.deepest]
         captured, positions = output.captured, output.positions
-        if not tree.is_chain:
+        path = moved(verified.path, 1 + tree.deepest, self.graphs)
+        if not tree.is_chain or self.graphs is not None:
             captured, positions = _along(path, captured, positions)
         if self.slots.fuses:
             self.slots.memory(*positions.shape).write(captured, positions, verified.accepted)
@@ -275,17 +275,30 @@ class Spire(ChainDrafter):
         seen, slots = self.slots.read_by(tree, context.lengths - 1, n_new)
         if self.slots.fuses and n_rows * n_new <= MOST_TOKENS:
             logits, states = self.slots.level(n_rows, n_new).read(tokens, positions, slots, seen, above)
+        elif self.graphs is None:
+            logits, states = self._read_level(tokens, positions, slots, seen, above)
         else:
-            past, alone = self.slots.all_of(n_rows), torch.eye(n_new, dtype=torch.bool, device=seen.device)
-            seen = seen.scatter(2, slots[:, :, None], False)  # a node's own keys are not in its slot yet
-            mask = torch.cat([seen, alone.expand(n_rows, -1, -1)], dim=2)[:, None]
-            x = self.drafter.joined(self.drafter.embed(tokens), above)
-            rope = self.drafter.rope(positions)
-            states, memories = self.drafter.step(x, rope, past, additive(mask, past[0].keys.dtype))
-            self.slots.put(memories, slots, slice(0, n_rows))
-            logits = self.drafter.kept_logits(states)
+            key, inputs = ("level", self.slots.storage), (tokens, positions, slots, seen, above)
+            logits, states = self.graphs.run(key, self._read_level, *inputs)
+            states = states.clone()  # the next level may be as large, and overwrites them
         self.state = states if n_nodes == n_new else torch.cat([self.state, states], dim=1)
         return logits
+
+    def _read_level(
+        self, tokens: Tensor, positions: Tensor, slots: Tensor, seen: Tensor, above: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """Read nodes [n, m] of trees, which see the slots `seen` [n, m, S] and then stand in `slots` [n, m].
+
+        `above` [n, m, D] are the final states of their parents. Returns logits [n, m, K] and final states [n, m, D].
+        """
+        (n_rows, n_new), past = tokens.shape, self.slots.all_of(len(tokens))
+        alone = torch.eye(n_new, dtype=torch.bool, device=seen.device).expand(n_rows, -1, -1)
+        seen = seen.scatter(2, slots[:, :, None], False)  # a node's own keys are not in its slot yet
+        mask = additive(torch.cat([seen, alone], dim=2)[:, None], past[0].keys.dtype)
+        x = self.drafter.joined(self.drafter.embed(tokens), above)
+        states, memories = self.drafter.step(x, self.drafter.rope(positions), past, mask)
+        self.slots.put(memories, slots, slice(0, n_rows))
+        return self.drafter.kept_logits(states), states
 
     @property
     def names(self) -> Tensor | None:
@@ -354,13 +367,9 @@ class Spire(ChainDrafter):
         """Return what drafts whole chains, see `draft_chain`: a program or a CUDA graph; None: neither does."""
         if self.slots.fuses:
             return self._program_chain if self.stop is None or self.stop.compiles else None
-        uniform = isinstance(context.sampling, Sampling)  # a graph has the options of its rows inside
-        few = context.n_rows * self.gamma * self.drafter.config.shape.vocab_size <= MOST_REPLAYED
-        return self._graph_chain if self.graphs is not None and uniform and self.stop is None and few else None
+        return self._graph_chain if self.replays(context, self.graphs, self.drafter.config.shape.vocab_size) else None
 
-    def _program_chain(
-        self, context: Context, n_steps: int, lengths: Tensor | None
-    ) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    def _program_chain(self, context: Context, n_steps: int, lengths: Tensor | None) -> Chains:
         ends, greedy, uniforms = self.stop is not None, context.sampling.greedy, context.uniforms
         # A program that a rule may end is made for the longest chain.
         program = self.slots.chain(context.n_rows, self.gamma if ends else n_steps, context.sampling, self.stop)
@@ -374,25 +383,13 @@ class Spire(ChainDrafter):
             uniforms.skip(ended, self.gamma)
         return tokens, probs, ended if ends else lengths
 
-    def _graph_chain(
-        self, context: Context, n_steps: int, lengths: Tensor | None
-    ) -> tuple[Tensor, list[Tensor] | None, Tensor | None]:
-        sampling = context.sampling
-        inputs = [context.roots, context.lengths - 1, self.state]
-        if not sampling.greedy:
-            inputs.append(context.uniforms.take(n_steps, lengths))
+    def _graph_chain(self, context: Context, n_steps: int, lengths: Tensor | None) -> Chains:
+        def read(i: int, tokens: Tensor, positions: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
+            return self._read(tokens[:, 0], positions, state)
 
-        def chain(token: Tensor, positions: Tensor, state: Tensor, numbers: Tensor | None = None) -> list[Tensor]:
-            tokens, probs = [], []
-            for i in range(n_steps):
-                logits, state = self._read(token, positions + i, state)
-                token, q = sampling.draw(logits, None if numbers is None else numbers[:, i])
-                tokens.append(token)
-                probs.append(q)
-            return [torch.stack(tokens, dim=1), *(probs if numbers is not None else ())]
-
-        tokens, *probs = self.graphs.run(("chain", self.slots.storage, n_steps, sampling), chain, *inputs)
-        return tokens, probs or None, lengths
+        starts = context.roots[:, None], context.lengths - 1, self.state
+        key = "chain", self.slots.storage
+        return replayed_chains(self.graphs, key, read, context, n_steps, lengths, self.stop, *starts)
 
     def _memories(self, captured: Tensor) -> list[Tensor]:
         """Of captured [n, P, C, D] the inputs [n, P, D] of the blocks that the draft blocks were copied from."""

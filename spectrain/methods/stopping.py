@@ -14,7 +14,6 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from spectrain.decoding.drafter import Context
 from spectrain.decoding.forward import DecoderProgram
 from spectrain.decoding.sampling import Sampling
 from spectrain.decoding.weights import RowsLinear
@@ -22,12 +21,15 @@ from spectrain.errors import check_number
 from spectrain.kernels import GOING, LENGTH, ROOM
 from spectrain.models.head import AcceptanceHead
 
+State = tuple[Tensor, ...]
+
 
 class StopRule:
     """Never stops. A rule overrides the methods that it needs.
 
-    Each method says for each row whether it ends with the tokens it has; None: no row does. Answers about rows that
-    have ended are not read.
+    Each says of all rows [n] bool whether they end with the tokens they have; None: no row does. Answers about rows
+    that have ended are not read. `drafted` is how many tokens a row has: [n] int64, or one number for all. What a rule
+    must remember is its state, a few tensors [n]. Nothing here may ask the device for a value.
     """
 
     needs_hidden = False  # whether `read` looks at the drafter's state
@@ -39,17 +41,19 @@ class StopRule:
         """Why its verdicts may be off under this sampling."""
         return None
 
-    def begin(self, context: Context) -> None:
-        """A new draft of all rows of `context`."""
+    def begin(self, n_rows: int, device: torch.device) -> State:
+        """The state of n new drafts."""
+        return ()
 
-    def before(self, i: int, logits: Tensor) -> list[bool] | None:
-        """Rows that do not draw their i-th token, whose logits are [n, V]."""
+    def before(self, drafted: Tensor | int, logits: Tensor) -> Tensor | None:
+        """Rows that draw no further token, whose logits are [n, V]."""
 
-    def drawn(self, i: int, logits: Tensor, tokens: Tensor) -> list[bool] | None:
-        """Rows whose i-th token, of `tokens` [n], drawn from `logits` [n, V], is their last; it is not read then."""
+    def drawn(self, state: State, drafted: Tensor | int) -> Tensor | None:
+        """Rows whose newest token is their last; it is not read then."""
 
-    def read(self, i: int, hidden: Tensor | None) -> list[bool] | None:
-        """Rows whose i-th token is their last, now that the drafter has read it: its state is [n, D]."""
+    def read(self, state: State, drafted: Tensor | int, hidden: Tensor) -> tuple[State, Tensor | None]:
+        """The next state, and rows whose newest token is their last, now that its state [n, D] is known."""
+        return state, None
 
     def append(self, ends: DraftEnds, i: int, hidden: Tensor, logits: Tensor) -> None:
         """Append what `read` and `before` do after i tokens of a draft.
@@ -142,21 +146,19 @@ class HeadStop(StopRule):
     def warning(self, sampling: Sampling) -> str | None:
         return None if self.why_off is None else self.why_off(sampling)
 
-    def begin(self, context: Context) -> None:
-        self._accepted = [1.0] * context.n_rows  # probability that every token so far is accepted
-        self._due: list[bool] | None = None  # judge="previous": rows whose next token is the last
+    def begin(self, n_rows: int, device: torch.device) -> State:
+        """The probability that every token so far is accepted; judge="previous": whether the next token is the last."""
+        return torch.ones(n_rows, device=device), torch.zeros(n_rows, dtype=torch.bool, device=device)
 
-    def drawn(self, i: int, logits: Tensor, tokens: Tensor) -> list[bool] | None:
-        return self._due if i >= self.min_candidates else None
+    def drawn(self, state: State, drafted: Tensor | int) -> Tensor | None:
+        return state[1] & (drafted >= self.min_candidates)
 
-    def read(self, i: int, hidden: Tensor) -> list[bool] | None:
-        found = self.head.probability(hidden).tolist()  # the host decides; there, a few numbers cost next to nothing
-        self._accepted = [before * now for before, now in zip(self._accepted, found, strict=True)]
-        due = [probability < self.least_accepted for probability in self._accepted]
+    def read(self, state: State, drafted: Tensor | int, hidden: Tensor) -> tuple[State, Tensor | None]:
+        accepted = state[0] * self.head.probability(hidden)
+        due = accepted < self.least_accepted
         if self.judge == "previous":
-            self._due = due
-            return None
-        return due if i >= self.min_candidates else None
+            return (accepted, due), None
+        return (accepted, state[1]), due & (drafted >= self.min_candidates)
 
     def append(self, ends: DraftEnds, i: int, hidden: Tensor, logits: Tensor) -> None:
         if i == 0:
@@ -191,11 +193,9 @@ class UnsureStop(StopRule):
         check_number("threshold", threshold, "(0, 1)" if rule == "confidence" else "(0, inf)")
         self.rule, self.threshold, self.min_candidates = rule, threshold, min_candidates
 
-    def before(self, i: int, logits: Tensor) -> list[bool] | None:
-        if i <= self.min_candidates:
-            return None
+    def before(self, drafted: Tensor | int, logits: Tensor) -> Tensor | None:
         unsure = entropy(logits) > self.threshold if self.rule == "entropy" else confidence(logits) < self.threshold
-        return unsure.tolist()
+        return unsure & (drafted >= self.min_candidates)
 
     def append(self, ends: DraftEnds, i: int, hidden: Tensor, logits: Tensor) -> None:
         if i >= self.min_candidates:

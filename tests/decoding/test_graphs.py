@@ -118,7 +118,7 @@ def test_what_cannot_be_recorded_is_run_eagerly_and_says_so_once(caplog):
 
     graphs = Graphs(fails)
     with caplog.at_level(logging.WARNING):
-        assert [graphs.run("a", torch.neg, torch.tensor(i)).item() for i in range(4)] == [0, -1, -2, -3]
+        assert [graphs.run(("a", 0), torch.neg, torch.tensor([i])).item() for i in range(4)] == [0, -1, -2, -3]
     assert [r.getMessage() for r in caplog.records] == [
         "CUDA graphs are not used: operation not permitted when stream is capturing"
     ]

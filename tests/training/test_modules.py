@@ -133,11 +133,13 @@ def test_states_of_a_spire_drafter_in_training_are_those_in_decoding(target, opt
     class Spy(StopRule):
         needs_hidden = True
 
-        def begin(self, context):
+        def begin(self, n_rows, device):
             self.seen = []
+            return ()
 
-        def read(self, i, hidden):
+        def read(self, state, drafted, hidden):
             self.seen.append(hidden[0])
+            return state, None
 
     spy = Spy()
     drafter = Spire(states.drafter, gamma=5, stop=spy)

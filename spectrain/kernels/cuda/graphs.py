@@ -9,16 +9,16 @@ from __future__ import annotations
 
 import logging
 from collections import OrderedDict
-from collections.abc import Callable, Hashable
-from functools import partial
+from collections.abc import Callable, Hashable, Sequence
 from itertools import count
 
 import torch
 from torch import Tensor
 
-NODES = (1, 2, 3, 4, 5, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128)  # of a row's tree; larger ones are not padded
-SLOTS = 256  # of a row that attention reads: a multiple of this
-MOST_GRAPHS = 64  # kept; of more the one that was not used for the longest time is forgotten
+ROWS = (1, 2, 4, 8, 16, 32, 64)  # of a batch; more are not padded
+NODES = (1, 2, 4, 8, 16, 32, 64, 128)  # of a row's tree, likewise
+SLOTS = 256  # of a row that attention reads: so many, or twice, four times, .. as many
+MOST_GRAPHS = 512  # kept; of more the one that was not used for the longest time is forgotten
 
 log = logging.getLogger(__name__)
 unique = count().__next__  # a number for whatever has fixed addresses; an `id` may return
@@ -33,54 +33,74 @@ class Graphs:
 
     def __init__(self, record: Callable[[Callable[[], object]], Callable[[], object]] | None = None) -> None:
         self._record: Callable | None = record or _record  # None: it failed
-        self._recorded: OrderedDict[Hashable, tuple[list[Tensor], Callable[[], object]] | None] = OrderedDict()
+        self._recorded: OrderedDict[Hashable, tuple[list[Tensor], Callable[[], object] | None]] = OrderedDict()
+        self.n_recorded = 0  # so far
+        self.rehearsed: set[Hashable] = set()  # what all graphs are recorded for
 
     def run(self, key: Hashable, function: Callable[..., object], *inputs: Tensor) -> object:
         """Return function(*inputs), from the second call with a key and these shapes on by replaying it.
 
+        The rows of the batch are padded to one of ROWS by rows of an earlier call, or by copies of the first row, so
+        that a batch which drains records nothing. What the function computes for these is cut off.
+
         Args:
-            key: names the function and all that it depends on besides its inputs: options, and the addresses that it
-                reads and writes.
+            key: a tuple that names the function and all that it depends on besides its inputs: a name, the number of
+                the memory that it reads and writes (see `unique`), options.
             function: of tensors only; what else it does in Python happens in the first two calls only.
-            inputs: are copied to where the graph reads them.
+            inputs: [n, ..] each, the first at least, or padded already. They are copied to where the graph reads them.
 
         Returns:
-            What the function returns; the next call with the key overwrites it.
+            What the function returns, tensors [n, ..]; the next call with the key overwrites them.
         """
         if self._record is None:
             return function(*inputs)
-        key = key, *(input.shape for input in inputs)
-        if key not in self._recorded:  # the libraries set themselves up in a first call, which must not be recorded
-            self._recorded[key] = None
+        n_rows = len(inputs[0])
+        padded_rows = padded(n_rows, ROWS)
+        key = key, padded_rows, *(input.shape[1:] for input in inputs)
+        if key in self._recorded:
+            self._recorded.move_to_end(key)
+            fixed, replay = self._recorded[key]
+            for place, input in zip(fixed, inputs, strict=True):
+                place[: len(input)].copy_(input)
+            if replay is None:
+                replay = self._recording(key, function, fixed)
+            outputs = function(*inputs) if replay is None else replay()
+        else:  # the libraries set themselves up in a first call, which must not be recorded
+            fixed = [_with_rows(input, padded_rows) for input in inputs]
+            self._recorded[key] = fixed, None
             if len(self._recorded) > MOST_GRAPHS:
                 self._recorded.popitem(last=False)
-            return function(*inputs)
-        self._recorded.move_to_end(key)
-        if self._recorded[key] is None:
-            fixed = [input.clone() for input in inputs]
-            try:
-                self._recorded[key] = fixed, self._record(lambda: function(*fixed))
-            except RuntimeError as error:
-                log.warning("CUDA graphs are not used: %s", str(error).splitlines()[0])
-                self._record = None
-                return function(*inputs)
-        fixed, replay = self._recorded[key]
-        for place, input in zip(fixed, inputs, strict=True):
-            place.copy_(input)
-        return replay()
+            outputs = function(*fixed)
+        return outputs if n_rows == padded_rows else _first_rows(outputs, n_rows)
+
+    def _recording(self, key: Hashable, function: Callable[..., object], fixed: list[Tensor]) -> Callable | None:
+        """Return what replays the function; None: it cannot be recorded, and nothing will be from now on."""
+        try:
+            replay = self._record(lambda: function(*fixed))
+        except RuntimeError as error:
+            log.warning("CUDA graphs are not used: %s", str(error).splitlines()[0])
+            self._record = None
+            return None
+        self._recorded[key] = fixed, replay
+        self.n_recorded += 1
+        return replay
+
+    def forget(self, *addresses: int) -> None:
+        """Forget graphs that work on memory which is gone: the second part of their key is one of these numbers."""
+        for key in [key for key in self._recorded if key[0][1] in addresses]:
+            del self._recorded[key]
 
 
-def record(function: Callable[..., object], *examples: Tensor) -> Callable[..., object]:
-    """Return what computes function(*inputs) for inputs shaped like the examples.
+def _with_rows(input: Tensor, n_rows: int) -> Tensor:
+    """Return a copy of a tensor whose first row is repeated at its end."""
+    missing = n_rows - len(input)
+    return torch.cat([input, input[:1].expand(missing, *input.shape[1:])]) if missing > 0 else input.clone()
 
-    On a GPU a graph is recorded here, whose outputs the next call overwrites. Elsewhere it is the function itself.
-    """
-    if examples[0].device.type != "cuda":
-        return function
-    graphs = Graphs()
-    for _ in range(2):  # the first call sets libraries up, the second records
-        graphs.run("recorded", function, *examples)
-    return partial(graphs.run, "recorded", function)
+
+def _first_rows(outputs: object, n_rows: int) -> object:
+    if isinstance(outputs, Tensor):
+        return outputs[:n_rows]
+    return type(outputs)(_first_rows(one, n_rows) for one in outputs) if isinstance(outputs, list | tuple) else outputs
 
 
 def _record(function: Callable[[], object]) -> Callable[[], object]:
@@ -95,6 +115,6 @@ def _record(function: Callable[[], object]) -> Callable[[], object]:
     return replay
 
 
-def padded_nodes(n_nodes: int) -> int:
-    """Return the size that a tree of so many nodes is padded to."""
-    return next((size for size in NODES if size >= n_nodes), n_nodes)
+def padded(size: int, sizes: Sequence[int]) -> int:
+    """Return the first of these ascending sizes that holds one; a larger one as it is."""
+    return next((one for one in sizes if one >= size), size)
