@@ -8,7 +8,7 @@ drafter that wants to stop where a text ends asks `context.ends`.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import MappingProxyType
 
 from torch import Tensor
@@ -59,6 +59,10 @@ class Drafter(ABC):
         Raises:
             UserError: the drafter does not fit this target.
         """
+
+    def rehearsals(self) -> Iterator[Callable[[Context], DraftTree]]:
+        """Ways to propose which together make steps of all shapes that its proposals may have: see `rehearse`."""
+        yield self.propose
 
     def read_of_prompts(self, lengths: Tensor) -> Tensor | None:
         """The positions [R, P] int64, -1 for none, of prompts of lengths [R] whose captured states `prefill` reads.

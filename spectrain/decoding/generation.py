@@ -73,7 +73,7 @@ class Generation:
         self.retrieval_hits += any(by_source[source] for source in LOOKED_UP)
         for depth, count in enumerate(by_depth[1:]):
             if count:
-                if depth == len(self.steps_by_depth):
+                while depth >= len(self.steps_by_depth):
                     self.steps_by_depth.append(0)
                 self.steps_by_depth[depth] += 1
 

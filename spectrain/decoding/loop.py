@@ -121,7 +121,15 @@ def stream(
     cache = target.new_cache(n_slots, cache_block_tokens, longest + MOST_NODES)
     known_stops = [token for token in stop_ids if 0 <= token < target.vocab_size]
     context = Context(samplings, target.device, n_slots, known_stops)
-    batch = _Batch(target, drafter, cache, context, ending, verification, Clock(target.device))
+    batch = Batch(target, drafter, cache, context, ending, verification, Clock(target.device))
+    if target.graphs is not None and len(set(samplings)) == 1:  # else nothing but forwards is recorded
+        from spectrain.decoding.rehearsal import rehearse  # here: it imports drafters, which import this module
+
+        def batch_of(drafter: Drafter, context: Context) -> Batch:
+            never = Ending(frozenset(), frozenset(), (), None)
+            return Batch(target, drafter, cache, context, never, verification, Clock(target.device))
+
+        rehearse(target, drafter, cache, samplings[0], n_slots, known_stops, batch_of)
     generators = [row_generator(seed, number) for number in prompt_numbers or range(len(prompts))]
     waiting = 0
     try:
@@ -183,7 +191,7 @@ class _Row:
 
 
 @dataclass(eq=False)
-class _Batch:
+class Batch:
     """The active rows. Cache, context, drafter and `rows` keep the same order; all of them free a row by swapping."""
 
     target: TargetModel

@@ -24,7 +24,7 @@ from spectrain.decoding.modules import TransformersEngine, check_supported
 from spectrain.decoding.tree import DraftTree
 from spectrain.decoding.weights import Int8Linear
 from spectrain.errors import UserError, check_choice
-from spectrain.kernels import NODES, ROWS, SLOTS, Graphs, padded
+from spectrain.kernels import NODES, ROWS, Graphs, padded
 
 ENGINES = ("auto", "lean", "transformers")
 GRAPHS = ("auto", "none")
@@ -122,6 +122,10 @@ class TargetModel:
     def with_hidden(self) -> TargetModel:
         """Return the same model, whose `score` keeps the final hidden states."""
         return self._with(keeps_hidden=True)
+
+    def without_graphs(self) -> TargetModel:
+        """Return the same model, whose steps run as they are."""
+        return self._with(graphs=None)
 
     def _with(self, **changes: object) -> TargetModel:
         other = copy.copy(self)
@@ -329,10 +333,8 @@ class TargetModel:
 
     def reach(self, cache: KVCache, n_nodes: int) -> int:
         """Let graphs write n nodes of each row behind its committed tokens. Return how many slots attention reads."""
-        used, reach = cache.begin(range(cache.n_rows), cache.lengths, n_nodes), SLOTS
-        while reach < used:
-            reach *= 2
-        return min(reach, cache.capacity)
+        cache.begin(range(cache.n_rows), cache.lengths, n_nodes)
+        return cache.capacity  # with fewer for shorter texts, others would be recorded as a text grows
 
     def unread(self, lengths: Tensor) -> Tensor:
         """Return lengths [n] padded as graphs pad rows: those behind the batch have nothing to read."""

@@ -129,7 +129,7 @@ def _replayed(
         "probs": tree.probs,
     }
     if not sampling.greedy:
-        inputs["numbers"] = _numbers(tree, uniforms)
+        inputs["numbers"] = uniforms.next(tree.shape[1]) if tree.probs is None else _numbers(tree, uniforms)
     names = [name for name, values in inputs.items() if values is not None]
 
     def verified(*values: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -147,7 +147,7 @@ def _replayed(
     outputs = graphs.run(key, verified, *(inputs[name] for name in names))
     found = Verified(*(output.clone() for output in outputs))  # another generation may replay it before the next step
     if not sampling.greedy and tree.probs is None:
-        uniforms.skip(found.accepted + 1, 1 + tree.deepest)
+        uniforms.skip(found.accepted + 1, tree.shape[1])
     return found
 
 

@@ -10,7 +10,7 @@ from spectrain.kernels.cpu.products import LEAST_OUTPUTS, multiplies, outruns_to
 from spectrain.kernels.cpu.program import MOST_TOKENS, Program, Programs
 from spectrain.kernels.cpu.running import accept, draw, fits, move, product, reads, runner, warp, warp_and_draw, works
 from spectrain.kernels.cpu.warping import TEMPERATURE
-from spectrain.kernels.cuda.graphs import NODES, ROWS, SLOTS, Graphs, padded, unique
+from spectrain.kernels.cuda.graphs import NODES, ROWS, Graphs, padded, unique
 
 __all__ = [
     "GOING",
@@ -20,7 +20,6 @@ __all__ = [
     "NODES",
     "ROOM",
     "ROWS",
-    "SLOTS",
     "TEMPERATURE",
     "Graphs",
     "Program",

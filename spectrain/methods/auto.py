@@ -9,8 +9,9 @@ method with `max_nodes=auto` runs under this class, as the only one beside plain
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 
 import numpy as np
 from torch import Tensor
@@ -125,6 +126,16 @@ class Auto(Drafter):
             if arm in self.taking_part:
                 arm.drafter.start(target, cache)
 
+    def rehearsals(self) -> Iterator[Callable[[Context], DraftTree]]:
+        def proposed(arm: Arm, way: Callable[[Context], DraftTree], context: Context) -> DraftTree:
+            self._turn_to(arm, context)
+            return way(context)
+
+        before = self.active
+        for arm in self.taking_part:
+            yield from (partial(proposed, arm, way) for way in arm.drafter.rehearsals())
+        self.active = before
+
     def read_of_prompts(self, lengths: Tensor) -> Tensor | None:
         asked = [arm.drafter.read_of_prompts(lengths) for arm in self.taking_part if arm.drafter.capture_layers]
         if not asked or any(one is None for one in asked):
@@ -221,7 +232,7 @@ class Auto(Drafter):
 
     def _choose(self, context: Context) -> None:
         """Choose the method of the next steps."""
-        before, n_rows = self.active, context.n_rows
+        n_rows = context.n_rows
         if n_rows.bit_length() != self._rows_before.bit_length():
             self._retry(n_rows)
         self._rows_before = n_rows
@@ -246,11 +257,14 @@ class Auto(Drafter):
             arm.next_trial = self.n_steps + TRIAL_STEPS + self._wait(arm, speeds[best], n_rows)
             if arm.drafter.budget is not None:
                 arm.drafter.budget.must_draft = why != "fastest"
-        if arm is not before:
-            before.known, self.active = list(context.n_tokens), arm
-            self._catch_up(arm, context)
+        self._turn_to(arm, context)
         speed = speeds[arm]
         self.choice = Choice(arm.name, why, speed if speed < float("inf") else None)
+
+    def _turn_to(self, arm: Arm, context: Context) -> None:
+        if arm is not self.active:
+            self.active.known, self.active = list(context.n_tokens), arm
+            self._catch_up(arm, context)
 
     def _catch_up(self, arm: Arm, context: Context) -> None:
         if arm is self.plain:

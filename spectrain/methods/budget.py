@@ -83,6 +83,10 @@ class ChainBudget(Counts):
         reached = np.minimum(ratio * self.chances(), LIKELIEST).cumprod(axis=1).sum(axis=0)
         return np.concatenate([[0.0], reached.cumsum()])
 
+    def lengths(self) -> np.ndarray:
+        """Lengths of chains that it chooses among."""
+        return np.arange(self.most + 1) if self.costs is None else self.costs.lengths[self.costs.lengths <= self.most]
+
     def seconds(self, n_rows: int) -> np.ndarray:
         """Seconds [most + 1] of a step of n rows, by the length of their chains."""
         places = np.arange(self.most + 1)
@@ -95,9 +99,9 @@ class ChainBudget(Counts):
 
     def choose(self, n_rows: int) -> int:
         """Return how many tokens to draft for each of n rows; 0: none pays."""
-        gained = self.gained(n_rows)
+        gained, lengths = self.gained(n_rows), self.lengths()[self.must_draft :]
         rates = (n_rows + gained) / self.seconds(n_rows)
-        best = int(rates[self.must_draft :].argmax()) + self.must_draft
+        best = int(lengths[rates[lengths].argmax()])
         self.expected = 1 + gained[best] / n_rows
         return best
 

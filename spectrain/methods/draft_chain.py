@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -57,13 +57,111 @@ class ChainDrafter(CountingDrafter):
         return None if self.stop is None else self.stop.warning(sampling)
 
     def replays(self, context: Context, graphs: Graphs | None, vocab_size: int) -> bool:
-        """Whether `replayed_chains` can draw for these rows: a graph has the options of rows inside."""
+        """Whether `replayed` can draw for these rows: a graph has the options of rows inside."""
         few = context.n_rows * self.gamma * vocab_size <= MOST_REPLAYED
         return graphs is not None and isinstance(context.sampling, Sampling) and few
+
+    def replayed(
+        self,
+        graphs: Graphs,
+        key: tuple,
+        read: Callable[..., tuple[Tensor, Tensor]],
+        context: Context,
+        n_steps: int,
+        lengths: Tensor | None,
+        tokens: Tensor,
+        positions: Tensor,
+        state: Tensor,
+    ) -> Chains:
+        """Draw chains by a CUDA graph, as `draft_chain` has it of `whole`.
+
+        Where a rule ends them, a graph draws PIECE tokens at once, and the host asks after each piece whether any row
+        goes on. A graph has the sampling inside, which must be one for all rows.
+
+        Args:
+            graphs: of the target.
+            key: see `Graphs.run`.
+            read: `read(i, tokens [n, m], positions [n], state [n, D])` says what the drafter does: logits [n, V] and
+                the next state. It reads the roots where i is 0, and then single tokens.
+            context: of the active rows.
+            n_steps: tokens of the longest chain.
+            lengths: [n] int64 most tokens of each row; None: n_steps.
+            tokens: [n, m] int64 that are read first, the root last.
+            positions: [n] int64 of the first of these.
+            state: [n, D] that is read with them.
+        """
+        sampling, uniforms, n_rows, stop = context.sampling, context.uniforms, context.n_rows, self.stop
+        width = n_steps if stop is None else min(PIECE, n_steps)
+        n_drawn = -(-n_steps // width) * width
+        numbers = None
+        if not sampling.greedy:
+            numbers = uniforms.take(n_steps, lengths) if stop is None else uniforms.next(n_drawn)
+        has_probs = not sampling.greedy and not sampling.shares_noise
+
+        def piece(is_first: bool, tokens: Tensor, positions: Tensor, state: Tensor, *more: Tensor) -> list[Tensor]:
+            numbers = None if sampling.greedy else more[0]
+            if stop is not None:
+                going, drafted, room, ends, *rule = more[not sampling.greedy :]
+            found, probs = [], []
+            for i in range(width):
+                logits, state = read(i if is_first else i + width, tokens, positions, state)
+                if stop is not None:
+                    if i or not is_first:
+                        rule, ended = stop.read(tuple(rule), drafted, state)
+                        going = going if ended is None else going & ~ended
+                    ended = stop.before(drafted, logits)
+                    going = going if ended is None else going & ~ended
+                token, q = sampling.draw(logits, None if numbers is None else numbers[:, i])
+                found.append(token)
+                probs += [q] if has_probs else []
+                positions, tokens = positions + tokens.shape[1], token[:, None]
+                if stop is not None:
+                    drafted = drafted + going
+                    going = going & (drafted < room) & ~(tokens == ends).any(1)
+                    ended = stop.drawn(tuple(rule), drafted)
+                    going = going if ended is None else going & ~ended
+            after = [] if stop is None else [tokens, positions, state, going, drafted, *rule]
+            return [torch.stack(found, dim=1), *probs, *after]
+
+        inputs, found, probs = [tokens, positions, state], [], []
+        if stop is not None:
+            room = context.lengths.new_full((n_rows,), n_steps) if lengths is None else lengths
+            rule = [room > 0, torch.zeros_like(room), room, context.stop_ids.expand(n_rows, -1)]
+            rule += stop.begin(n_rows, context.device)
+        for first in range(0, n_drawn, width):
+            more = [] if numbers is None else [numbers[:, first : first + width]]
+            more += [] if stop is None else rule
+            of_piece = (*key, width, sampling, stop, not first)
+            tokens, *rest = graphs.run(of_piece, partial(piece, not first), *inputs, *more)
+            if stop is None:
+                return tokens, rest or None, lengths
+            rest = [one.clone() for one in (tokens, *rest)] if first + width < n_drawn else [tokens, *rest]
+            n_probs = width if has_probs else 0
+            found, probs, inputs = [*found, rest[0]], probs + rest[1 : 1 + n_probs], rest[1 + n_probs : 4 + n_probs]
+            going, drafted, *state_of_rule = rest[4 + n_probs :]
+            stop.draft_forwards += width
+            is_last = first + width >= n_drawn or (self.pace is None and not bool(going.any()))  # the host waits
+            if is_last:
+                break
+            rule = [going, drafted, *rule[2:4], *state_of_rule]
+        if numbers is not None:
+            uniforms.skip(drafted, n_drawn)
+        return torch.cat(found, dim=1), probs or None, drafted
 
     @abstractmethod
     def draft(self, context: Context, gamma: int) -> DraftTree:
         """Draft chains of at most so many tokens."""
+
+    def rehearsals(self) -> Iterator[Callable[[Context], DraftTree]]:
+        def paced(size: int, context: Context) -> DraftTree:
+            self.pace = size
+            tree = self.propose(context)
+            self.pace = None
+            return tree
+
+        sizes = (0, *range(PIECE, self.gamma, PIECE), self.gamma) if self.stop is not None else (0, self.gamma)
+        sizes = sizes if self.budget is None else self.budget.lengths()
+        yield from (partial(paced, int(size)) for size in sizes)
 
     def propose(self, context: Context) -> DraftTree:
         gamma = self.gamma if self.budget is None else self.budget.choose(context.n_rows)
@@ -137,8 +235,9 @@ def draft_chain(
     if max(left) < 1:
         return DraftTree.root_only(context.roots)
     if whole is not None:
-        ragged = to_device(torch.tensor(left).clamp_min(0), context.device) if min(left) < max(left) else None
-        tokens, probs, lengths = whole(context, max(left), ragged)
+        longest = max(left) if context.device.type == "cpu" else gamma  # elsewhere each length would be recorded
+        ragged = to_device(torch.tensor(left).clamp_min(0), context.device) if min(left) < longest else None
+        tokens, probs, lengths = whole(context, longest, ragged)
         return _cut(context, tokens, lengths, probs)
     drafting = [count > 0 for count in left]
     stop = stop or StopRule()
@@ -204,91 +303,3 @@ def _without(drafting: list[bool], stopped: Tensor | list[bool] | None) -> list[
     if isinstance(stopped, Tensor):  # here the host decides
         stopped = stopped.tolist()
     return [going and not ends for going, ends in zip(drafting, stopped, strict=True)]
-
-
-def replayed_chains(
-    graphs: Graphs,
-    key: tuple,
-    read: Callable[..., tuple[Tensor, Tensor]],
-    context: Context,
-    n_steps: int,
-    lengths: Tensor | None,
-    stop: StopRule | None,
-    tokens: Tensor,
-    positions: Tensor,
-    state: Tensor,
-) -> Chains:
-    """Draw chains by a CUDA graph, as `draft_chain` has it of `whole`.
-
-    Where a rule ends them, a graph draws PIECE tokens at once, and the host asks after each piece whether any row goes
-    on. A graph has the sampling inside, which must be one for all rows.
-
-    Args:
-        graphs: of the target.
-        key: see `Graphs.run`.
-        read: `read(i, tokens [n, m], positions [n], state [n, D])` says what the drafter does: logits [n, V] and the
-            next state. It reads the roots where i is 0, and then single tokens.
-        context: of the active rows.
-        n_steps: tokens of the longest chain.
-        lengths: [n] int64 most tokens of each row; None: n_steps.
-        stop: ends rows one by one; None: nothing does.
-        tokens: [n, m] int64 that are read first, the root last.
-        positions: [n] int64 of the first of these.
-        state: [n, D] that is read with them.
-    """
-    sampling, uniforms, n_rows = context.sampling, context.uniforms, context.n_rows
-    width = n_steps if stop is None else min(PIECE, n_steps)
-    n_drawn = -(-n_steps // width) * width
-    numbers = None
-    if not sampling.greedy:
-        numbers = uniforms.take(n_steps, lengths) if stop is None else uniforms.next(n_drawn)
-    has_probs = not sampling.greedy and not sampling.shares_noise
-
-    def piece(is_first: bool, tokens: Tensor, positions: Tensor, state: Tensor, *more: Tensor) -> list[Tensor]:
-        numbers = None if sampling.greedy else more[0]
-        if stop is not None:
-            going, drafted, room, ends, *rule = more[not sampling.greedy :]
-        found, probs = [], []
-        for i in range(width):
-            logits, state = read(i if is_first else i + width, tokens, positions, state)
-            if stop is not None:
-                if i or not is_first:
-                    rule, ended = stop.read(tuple(rule), drafted, state)
-                    going = going if ended is None else going & ~ended
-                ended = stop.before(drafted, logits)
-                going = going if ended is None else going & ~ended
-            token, q = sampling.draw(logits, None if numbers is None else numbers[:, i])
-            found.append(token)
-            probs += [q] if has_probs else []
-            positions, tokens = positions + tokens.shape[1], token[:, None]
-            if stop is not None:
-                drafted = drafted + going
-                going = going & (drafted < room) & ~(tokens == ends).any(1)
-                ended = stop.drawn(tuple(rule), drafted)
-                going = going if ended is None else going & ~ended
-        after = [] if stop is None else [tokens, positions, state, going, drafted, *rule]
-        return [torch.stack(found, dim=1), *probs, *after]
-
-    inputs, found, probs = [tokens, positions, state], [], []
-    if stop is not None:
-        room = context.lengths.new_full((n_rows,), n_steps) if lengths is None else lengths
-        rule = [room > 0, torch.zeros_like(room), room, context.stop_ids.expand(n_rows, -1)]
-        rule += stop.begin(n_rows, context.device)
-    for first in range(0, n_drawn, width):
-        more = [] if numbers is None else [numbers[:, first : first + width]]
-        more += [] if stop is None else rule
-        of_piece = (*key, width, sampling, stop, not first)
-        tokens, *rest = graphs.run(of_piece, partial(piece, not first), *inputs, *more)
-        if stop is None:
-            return tokens, rest or None, lengths
-        rest = [one.clone() for one in (tokens, *rest)] if first + width < n_drawn else [tokens, *rest]
-        n_probs = width if has_probs else 0
-        found, probs, inputs = [*found, rest[0]], probs + rest[1 : 1 + n_probs], rest[1 + n_probs : 4 + n_probs]
-        going, drafted, *state_of_rule = rest[4 + n_probs :]
-        stop.draft_forwards += width
-        if first + width < n_drawn and not bool(going.any()):  # the host waits
-            break
-        rule = [going, drafted, *rule[2:4], *state_of_rule]
-    if numbers is not None:
-        uniforms.skip(drafted, n_drawn)
-    return torch.cat(found, dim=1), probs or None, drafted

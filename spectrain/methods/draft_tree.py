@@ -16,7 +16,8 @@ are then draws from q without replacement (Kool et al. 2019).
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from typing import Literal
 
 import numpy as np
@@ -117,8 +118,18 @@ class TreeDrafter(LookupDrafter):
     def new_row(self, tokens: list[int]) -> None:
         """Rows have no state here: model and lookup have their own."""
 
+    def rehearsals(self) -> Iterator[Callable[[Context], DraftTree]]:
+        def behind_model(way: Callable[[Context], DraftTree], context: Context) -> DraftTree:
+            self.pace = self.levels
+            self.propose(context)
+            self.pace = None
+            return way(context)
+
+        yield from (partial(behind_model, way) for way in super().rehearsals())
+
     def start(self, target: TargetModel, cache: KVCache) -> None:
         super().start(target, cache)
+        self.reads_all = target.graphs is not None  # nodes of a level, since each number of them would be recorded
         for part in self._parts:
             part.start(target, cache)
 
@@ -274,6 +285,9 @@ class TreeDrafter(LookupDrafter):
         n_scored = self.max_nodes - 1 if self.budget is None else self.budget.n_candidates
         chosen = np.empty((n_rows, self.branches), dtype=np.int64)
         m, reached = next_read(likely, others, drafts, (new.start, new.stop), self._stops, n_scored, chosen)
+        if m and self.reads_all:
+            m = self.branches
+            chosen.sort(axis=1)
         if self.pace is not None:
             pays = level + 1 < self.pace
         else:

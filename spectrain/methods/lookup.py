@@ -7,14 +7,18 @@ generator, so at equal seeds its sampled text is, token by token, what autoregre
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from functools import partial
 from typing import Protocol
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from spectrain import kernels
 from spectrain.decoding import Context, DraftTree, KVCache, TargetModel, TargetOutput, Verified
+from spectrain.decoding.rehearsal import any_tree
 from spectrain.decoding.transfer import to_device
 from spectrain.decoding.tree import PADDING_PARENT
 from spectrain.methods.budget import AUTO, CountingDrafter, TreeBudget
@@ -67,6 +71,18 @@ class LookupDrafter(CountingDrafter):
             return self.max_nodes
         n_nodes = self.probe_shape.n_probes + 1 + self.ranking.n_candidates
         return n_nodes if self.budget is None else min(self.max_nodes, n_nodes)
+
+    def rehearsals(self) -> Iterator[Callable[[Context], DraftTree]]:
+        n_probes, n_silent = self.probe_shape.n_probes, self.probe_shape.n_silent
+
+        def proposed(n_nodes: int, is_chain: bool, is_deep: bool, context: Context) -> DraftTree:
+            tree = any_tree(context, n_nodes, is_chain)
+            tree = replace(tree, max_depth=None) if is_deep else tree
+            return replace(tree, probe=self._probes(tree.parents), n_silent=n_silent) if n_probes else tree
+
+        kinds = ((False, False), (False, True)) if n_probes else ((True, True), (False, True))
+        for n_nodes in dict.fromkeys(kernels.padded(n, kernels.NODES) for n in range(1 + n_probes, 1 + self.max_nodes)):
+            yield from (partial(proposed, n_nodes, *kind) for kind in kinds)
 
     @abstractmethod
     def new_row(self, tokens: list[int]) -> RowState:
@@ -145,11 +161,14 @@ class LookupDrafter(CountingDrafter):
             return DraftTree.root_only(to_device(torch.from_numpy(kept[:, 0, 0].copy()), context.device))
         depth, is_chain = max(depth, self.probe_shape.depth, 1), is_chain and not n_probes
         tokens, parents, sources = to_device(torch.from_numpy(kept), context.device).unbind(1)
-        probe = None
-        if n_probes:
-            probe = torch.zeros(parents.shape, dtype=torch.bool, device=context.device)
-            probe[:, 1 : n_probes + 1] = True
+        probe = self._probes(parents) if n_probes else None
         return DraftTree(*(tokens, parents, sources, None, probe), is_chain, depth, n_silent=self.probe_shape.n_silent)
+
+    def _probes(self, parents: Tensor) -> Tensor:
+        """Which nodes of trees with these parents [n, N] are probes, [n, N] bool."""
+        probe = torch.zeros_like(parents, dtype=torch.bool)
+        probe[:, 1 : self.probe_shape.n_probes + 1] = True
+        return probe
 
     def _likeliest(self, context: Context) -> Tensor:
         logits = context.last_logits

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from spectrain.decoding import Context, DraftTree, KVCache, TargetModel
 from spectrain.errors import UserError
-from spectrain.methods.draft_chain import ChainDrafter, Chains, DraftStep, draft_chain, lengths_of, replayed_chains
+from spectrain.methods.draft_chain import ChainDrafter, Chains, DraftStep, draft_chain, lengths_of
 from spectrain.methods.options import Nodes, Whole
 
 GAMMA = 4  # the k of SPIRe's comparison with MagicDec
@@ -94,7 +94,7 @@ class MagicDec(ChainDrafter):
 
         starts = context.roots[:, None], context.lengths - 1, context.lengths.new_zeros(context.n_rows, 0)
         key = "chain", self.cache.storage, self.full.storage, used
-        return replayed_chains(self.reader.graphs, key, read, context, n_steps, lengths, None, *starts)
+        return self.replayed(self.reader.graphs, key, read, context, n_steps, lengths, *starts)
 
     def _read(self, tokens: Tensor, text_positions: Tensor) -> DraftStep:
         """Read one token per row, [n], at text positions [n, 1], and keeps it."""
@@ -183,5 +183,5 @@ def _keys_at(target: TargetModel, tokens: Tensor, position: int) -> list[Tensor]
     """Keys [n, H, 1, D_head] of each block for texts of one token [n] that stands at `position`."""
     cache = KVCache(len(tokens), block_tokens=1)
     cache.lengths = [0] * len(tokens)
-    target.score(DraftTree.root_only(tokens), cache, torch.full_like(tokens[:, None], position))
+    target.without_graphs().score(DraftTree.root_only(tokens), cache, torch.full_like(tokens[:, None], position))
     return [keys.float() for keys in cache.keys]

@@ -26,8 +26,11 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from spectrain.decoding import Context, Drafter, DraftTree, KVCache, Sampling, Source, TargetModel, fingerprint, stream
+from spectrain import kernels
+from spectrain.decoding import Context, Drafter, DraftTree, KVCache, Sampling, TargetModel, fingerprint, stream
+from spectrain.decoding.rehearsal import any_tree
 from spectrain.errors import UserError
+from spectrain.kernels import ROWS, padded
 from spectrain.stores.environment import cpu_name
 from spectrain.stores.files import from_json, load_json, write_json
 from spectrain.stores.folder import digest
@@ -40,6 +43,7 @@ SCHEMA = 1  # of the file; another one also where steps have become faster, so t
 MOST_NODES = 128  # up to which forwards are known
 MOST_READS = 32
 NODES = (1, 2, 3, 4, 5, 6, 8, 10, 12, 16, 24, 32, 48, 64)
+RECORDED = (0, 1, 2, 3, 5, 7, 11, 15)  # lengths of chains where each is a graph; with the root, most fill a padded tree
 MOST_SCORED = 1024  # nodes of all rows in a timed forward; larger ones are extrapolated
 DEAR = 5.0  # larger trees than the first that costs so many forwards of one node are not timed
 # In each round a size is visited twice; more than the first rounds only while the seconds disagree.
@@ -73,11 +77,23 @@ class Costs:
         forward: seconds by nodes of one row, and of the most rows.
         draft: seconds by reads, likewise.
         n_rows: the most rows.
+        pads: whether rows and nodes are padded, as CUDA graphs have them.
     """
 
-    def __init__(self, forward: Sequence[Mapping[int, float]], draft: Sequence[Mapping[int, float]], n_rows: int):
+    def __init__(
+        self,
+        forward: Sequence[Mapping[int, float]],
+        draft: Sequence[Mapping[int, float]],
+        n_rows: int,
+        pads: bool = False,
+    ):
         self.forwards = _between(*(curve(one, MOST_NODES) for one in forward), n_rows)  # [rows, nodes + 1]
         self.drafts = _between(*(curve(one, MOST_READS) for one in draft), n_rows)  # [rows, reads + 1]
+        self.lengths = np.array(RECORDED) if pads else np.arange(MOST_READS + 1)  # of chains that may be drafted
+        if pads:
+            rows = [min(padded(row, ROWS), n_rows) - 1 for row in range(1, n_rows + 1)]
+            nodes = [padded(n, kernels.NODES) for n in range(MOST_NODES + 1)]
+            self.forwards, self.drafts = self.forwards[rows][:, nodes], self.drafts[rows]
 
     def forward_s(self, n_rows: int) -> np.ndarray:
         """Seconds by nodes of all of a step but its draft."""
@@ -159,7 +175,8 @@ class Table:
         is_chain = drafter.drafts_chains
         what = "forward of chains" if is_chain else "forward of trees"
         forward = [self._seconds(what, target, sampling, n, partial(_forward_steps, is_chain)) for n in (1, most)]
-        before = Costs(forward, [{0: 0.0}] * 2, most)
+        pads = target.graphs is not None
+        before = Costs(forward, [{0: 0.0}] * 2, most, pads)
 
         def steps(target: TargetModel, sampling: Sampling, n: int) -> Paced:
             if drafter.budget is not None:
@@ -167,7 +184,7 @@ class Table:
             return Paced(drafter, drafter.timed_reads)
 
         name = drafter.timed_as or type(drafter).__name__
-        return Costs(forward, [self._seconds(name, target, sampling, n, steps) for n in (1, most)], most)
+        return Costs(forward, [self._seconds(name, target, sampling, n, steps) for n in (1, most)], most, pads)
 
     def _seconds(self, what: str, target: TargetModel, sampling: Sampling, n_rows: int, steps) -> dict[int, float]:
         kind = f"{'greedy' if sampling.greedy else 'sampled'}, rows {n_rows}"
@@ -285,20 +302,12 @@ class _AnyTrees(Drafter):
         self.is_chain = is_chain
 
     def propose(self, context: Context) -> DraftTree:
-        n_nodes, places = self.pace, torch.arange(self.pace, device=context.device)
-        if n_nodes == 1:
-            return DraftTree.root_only(context.roots)
-        tokens = (context.roots[:, None] + places) % 7
-        if self.is_chain:
-            return DraftTree.chain(context.roots, tokens[:, 1:], source=Source.INPUT)
-        tokens[:, 0] = context.roots
-        parents = (places - 1).div(2, rounding_mode="floor").expand(context.n_rows, -1)  # -1 at the root
-        source = torch.full_like(tokens, int(Source.INPUT))
-        return DraftTree(tokens, parents, source, max_depth=n_nodes.bit_length() - 1)
+        return any_tree(context, self.pace, self.is_chain)
 
 
 def _forward_steps(is_chain: bool, target: TargetModel, sampling: Sampling, n_rows: int) -> Paced:
-    sizes = [n for n in NODES if n <= 4 or n * n_rows <= MOST_SCORED]
+    sizes = NODES if target.graphs is None else [n for n in kernels.NODES if n <= NODES[-1]]
+    sizes = [n for n in sizes if n <= 4 or n * n_rows <= MOST_SCORED]
     return Paced(_AnyTrees(is_chain), sizes, times_rest=True)
 
 

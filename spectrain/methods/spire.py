@@ -26,7 +26,7 @@ from spectrain.decoding.weights import for_drafting, version
 from spectrain.errors import UserError, check_whole
 from spectrain.kernels import MOST_TOKENS, Graphs
 from spectrain.methods.budget import AUTO, ChainBudget
-from spectrain.methods.draft_chain import ChainDrafter, Chains, DraftStep, draft_chain, lengths_of, replayed_chains
+from spectrain.methods.draft_chain import ChainDrafter, Chains, DraftStep, draft_chain, lengths_of
 from spectrain.methods.options import Dtype, Nodes, Whole
 from spectrain.methods.spire_slots import SlotStore
 from spectrain.methods.stopping import StopRule
@@ -184,11 +184,14 @@ class Spire(ChainDrafter):
         """Return the drafter as it drafts for a target: where the target is, with weights of `draft_dtype`."""
         if self._of is not None:
             return self._of.fitted(target)
-        weights = self.trained.norm.weight.data_ptr(), version(self.trained)
-        made_for = target.device, target.dtype, *weights
-        if made_for != self._made_for:
-            self.drafter, self._made_for = self._made(target), made_for
+        if self._of_trained(target) != self._made_for:
+            self.drafter = self._made(target)
+            self._made_for = self._of_trained(target)  # which may have been moved
         return self.drafter
+
+    def _of_trained(self, target: TargetModel) -> tuple:
+        """What changes where another drafter must be made for a target."""
+        return target.device, target.dtype, self.trained.norm.weight.data_ptr(), version(self.trained)
 
     @torch.no_grad()
     def _made(self, target: TargetModel) -> SpireDrafter:
@@ -389,7 +392,7 @@ class Spire(ChainDrafter):
 
         starts = context.roots[:, None], context.lengths - 1, self.state
         key = "chain", self.slots.storage
-        return replayed_chains(self.graphs, key, read, context, n_steps, lengths, self.stop, *starts)
+        return self.replayed(self.graphs, key, read, context, n_steps, lengths, *starts)
 
     def _memories(self, captured: Tensor) -> list[Tensor]:
         """Of captured [n, P, C, D] the inputs [n, P, D] of the blocks that the draft blocks were copied from."""

@@ -16,12 +16,13 @@ from pathlib import Path
 import pytest
 from omegaconf import OmegaConf
 
-from spectrain.decoding import Drafter, Sampling, TargetModel, generate
-from spectrain.decoding.loop import _Batch
+from spectrain.decoding import Drafter, Sampling, TargetModel, generate, rehearsal
+from spectrain.decoding.loop import Batch
 from spectrain.decoding.sampling import Uniforms
 from spectrain.kernels import Graphs
 from spectrain.methods.draft_tree import LEVELS
 from spectrain.methods.registry import BASELINE, build_method, method_config, method_names, with_papers_nodes
+from spectrain.methods.seconds import Paced
 from tests.conftest import VOCAB_SIZE, noisy_copy, random_prompts, tiny_model
 from tests.decoding.reference import greedy_by_full_forwards
 from tests.decoding.test_loop import SMALL
@@ -82,18 +83,18 @@ class Step:
 @pytest.fixture
 def copies_per_step(monkeypatch):
     """Makes of a device the list to which each step of the loop will be added."""
-    step = _Batch.step
+    step = Batch.step
 
     def attach(device: PretendDevice) -> list[Step]:
         steps = []
 
-        def noted(batch: _Batch):
+        def noted(batch: Batch):
             n_reads, n_writes = len(device.reads), len(device.writes)
             emitted = step(batch)
             steps.append(Step(device.reads[n_reads:], [copy for copy in device.writes[n_writes:] if copy.waits]))
             return emitted
 
-        monkeypatch.setattr(_Batch, "step", noted)
+        monkeypatch.setattr(Batch, "step", noted)
         return steps
 
     return attach
@@ -160,3 +161,33 @@ def test_what_would_be_recorded_as_a_graph_copies_nothing(name, how):
     assert name == "sssd" or "verify" in kinds
     assert name != "spire" or {"chain", "memories"} <= kinds
     assert not any(played)
+
+
+@pytest.mark.parametrize("how", SAMPLINGS)
+@pytest.mark.parametrize("name", method_names())
+def test_nothing_is_recorded_after_the_rehearsal_while_a_batch_drains(name, how, monkeypatch):
+    """Rows end at different times, so that the batch has any number of rows."""
+    began = []
+    start = Batch.join
+
+    def noted(batch: Batch, *given):
+        if not isinstance(batch.drafter, rehearsal._Rehearsal) and not isinstance(batch.drafter, Paced):
+            began.append({key for graphs in all_graphs for key in graphs._recorded})
+        return start(batch, *given)
+
+    monkeypatch.setattr(Batch, "join", noted)
+    with pretend_device() as device:
+        target = device.target(artifacts().target.model, artifacts().target.tokenizer)
+        target.graphs = Graphs(lambda function: function)
+        drafter, all_graphs = method_of(name, target), [target.graphs]
+        draft_model = getattr(getattr(drafter, "model", drafter), "draft_model", None)
+        if draft_model is not None and draft_model.graphs is None:
+            draft_model.graphs = Graphs(lambda function: function)
+            all_graphs.append(draft_model.graphs)
+        prompts, ends = random_prompts([4 + i % 5 for i in range(8)]), range(1, VOCAB_SIZE, 12)
+        options = {"batch_size": 8, "cache_block_tokens": 8, "stop_token_ids": ends}
+        generate(target, drafter, prompts, N_NEW, SAMPLINGS[how], **options)
+        later = [key for graphs in all_graphs for key in graphs._recorded if key not in began[0]]
+        assert not later, f"{len(later)} of {len(began[0])} are recorded in the answer: {later}"
+        once = [key for graphs in all_graphs for key, (_, replay) in graphs._recorded.items() if replay is None]
+        assert not once, f"called once in the rehearsal: {once}"

@@ -56,7 +56,8 @@ def test_fill_makes_a_cache_as_if_it_had_read_the_tokens(llama_target):
     prefilled_before = random_prompts([4, 4, 4], seed=1)  # other rows, other lengths: replaced
     llama_target.prefill(torch.tensor(prefilled_before), [4, 4, 4], cache, range(3))
     for layer_idx in range(3):
-        cache.fill(layer_idx, *source.read(layer_idx, torch.arange(9).expand(2, -1)), [9, 6])
+        cache.fill(layer_idx, *source.read(layer_idx, torch.arange(9).expand(2, -1)))
+    cache.hold([9, 6])
     assert (cache.n_rows, cache.capacity) == (2, 10)
     for row, prompt in enumerate(prompts):
         assert_row_holds(llama_target, cache, row, prompt)

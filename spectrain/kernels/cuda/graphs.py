@@ -17,7 +17,6 @@ from torch import Tensor
 
 ROWS = (1, 2, 4, 8, 16, 32, 64)  # of a batch; more are not padded
 NODES = (1, 2, 4, 8, 16, 32, 64, 128)  # of a row's tree, likewise
-SLOTS = 256  # of a row that attention reads: so many, or twice, four times, .. as many
 MOST_GRAPHS = 512  # kept; of more the one that was not used for the longest time is forgotten
 
 log = logging.getLogger(__name__)
@@ -35,7 +34,7 @@ class Graphs:
         self._record: Callable | None = record or _record  # None: it failed
         self._recorded: OrderedDict[Hashable, tuple[list[Tensor], Callable[[], object] | None]] = OrderedDict()
         self.n_recorded = 0  # so far
-        self.rehearsed: set[Hashable] = set()  # what all graphs are recorded for
+        self.rehearsed: set[tuple] = set()  # what all was recorded for, the number of its memory first
 
     def run(self, key: Hashable, function: Callable[..., object], *inputs: Tensor) -> object:
         """Return function(*inputs), from the second call with a key and these shapes on by replaying it.
@@ -89,6 +88,7 @@ class Graphs:
         """Forget graphs that work on memory which is gone: the second part of their key is one of these numbers."""
         for key in [key for key in self._recorded if key[0][1] in addresses]:
             del self._recorded[key]
+        self.rehearsed = {known for known in self.rehearsed if known[0] not in addresses}
 
 
 def _with_rows(input: Tensor, n_rows: int) -> Tensor:

@@ -1,0 +1,110 @@
+"""Before a generation on a GPU: every step that it may need is recorded, so that no answer waits for it."""
+
+from __future__ import annotations
+
+import logging
+import sys
+import time
+from collections.abc import Callable, Collection
+from typing import TYPE_CHECKING
+
+import torch
+from rich.console import Console
+from rich.progress import track
+from torch import Tensor
+
+from spectrain.decoding.context import Context
+from spectrain.decoding.drafter import Drafter
+from spectrain.decoding.kv_cache import KVCache
+from spectrain.decoding.sampling import Sampling, row_generator
+from spectrain.decoding.target import TargetModel, TargetOutput
+from spectrain.decoding.tree import DraftTree, Source
+from spectrain.decoding.verify import Verified
+from spectrain.kernels import ROWS, padded
+
+if TYPE_CHECKING:
+    from spectrain.decoding.loop import Batch
+
+log = logging.getLogger(__name__)
+
+CALLS = 2  # of a step: the first sets libraries up, the second is recorded
+PROMPT = 4  # tokens
+
+
+def rehearse(
+    target: TargetModel,
+    drafter: Drafter,
+    cache: KVCache,
+    sampling: Sampling,
+    n_rows: int,
+    stop_ids: Collection[int],
+    batch_of: Callable[[Drafter, Context], Batch],
+) -> None:
+    """Record what generations of up to n rows may need, unless it has been recorded for this cache.
+
+    Log how long it took and the memory that it takes.
+    """
+    known = cache.storage, id(drafter), sampling, target.capture_layers, n_rows
+    if known in target.graphs.rehearsed:
+        return
+    began, before, n_before = time.perf_counter(), _allocated(target.device), target.graphs.n_recorded
+    sizes = [size for size in ROWS if size < padded(n_rows, ROWS)] + [padded(n_rows, ROWS)]
+    quiet = not sys.stderr.isatty()
+    for size in track(sizes, "recording steps", console=Console(stderr=True), transient=True, disable=quiet):
+        samplings, generators = [sampling] * size, [row_generator(0, row) for row in range(size)]
+        prompts = [[1 % target.vocab_size] * PROMPT] * size
+        with torch.inference_mode():
+            drafter.start(target, cache)
+        for way in drafter.rehearsals():
+            context = Context(sampling, target.device, size, stop_ids)
+            batch = batch_of(_Rehearsal(drafter, way), context)
+            batch.join(0, prompts, generators, samplings, cache.capacity)
+            for _ in range(CALLS):
+                batch.step()
+            with torch.inference_mode():
+                cache.clear()
+                drafter.start(target, cache)
+    target.graphs.rehearsed.add(known)
+    if target.graphs.n_recorded > n_before:
+        log.info(
+            "recorded %d steps in %.1f s, %.2f GiB",
+            *(target.graphs.n_recorded - n_before, time.perf_counter() - began),
+            (_allocated(target.device) - before) / 2**30,
+        )
+
+
+def _allocated(device: torch.device) -> int:
+    return torch.cuda.memory_allocated(device) if device.type == "cuda" else 0
+
+
+class _Rehearsal(Drafter):
+    """Proposes in one way, and learns nothing."""
+
+    def __init__(self, inner: Drafter, way: Callable[[Context], DraftTree]) -> None:
+        self.inner, self.propose = inner, way
+        self.capture_layers = inner.capture_layers
+
+    def propose(self, context: Context) -> DraftTree:
+        raise NotImplementedError
+
+    def read_of_prompts(self, lengths: Tensor) -> Tensor | None:
+        return self.inner.read_of_prompts(lengths)
+
+    def prefill(self, context: Context, output: TargetOutput, rows: range) -> None:
+        self.inner.prefill(context, output, rows)
+
+    def observe(self, context: Context, tree: DraftTree, output: TargetOutput, verified: Verified) -> Tensor | None:
+        return self.inner.observe(context, tree, output, verified)
+
+
+def any_tree(context: Context, n_nodes: int, is_chain: bool) -> DraftTree:
+    """Return chains, or binary trees, of any tokens."""
+    if n_nodes == 1:
+        return DraftTree.root_only(context.roots)
+    places = torch.arange(n_nodes, device=context.device)
+    tokens = (context.roots[:, None] + places) % 7
+    if is_chain:
+        return DraftTree.chain(context.roots, tokens[:, 1:], source=Source.INPUT)
+    tokens[:, 0] = context.roots
+    parents = (places - 1).div(2, rounding_mode="floor").expand(context.n_rows, -1)  # -1 at the root
+    return DraftTree(tokens, parents, torch.full_like(tokens, int(Source.INPUT)), max_depth=n_nodes.bit_length() - 1)
