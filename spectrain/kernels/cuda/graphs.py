@@ -31,6 +31,8 @@ class Graphs:
         record: makes of a function without arguments, which works on fixed addresses, one that replays it.
     """
 
+    n_recorded = 0  # of all objects of this process
+
     def __init__(self, record: Callable[[Callable[[], object]], Callable[[], object]] | None = None) -> None:
         self._record: Callable | None = record or _record  # None: it failed
         self._recorded: OrderedDict[Hashable, tuple[list[Tensor], Callable[[], object]] | None] = OrderedDict()
@@ -60,6 +62,7 @@ class Graphs:
             fixed = [input.clone() for input in inputs]
             try:
                 self._recorded[key] = fixed, self._record(lambda: function(*fixed))
+                Graphs.n_recorded += 1
             except RuntimeError as error:
                 log.warning("CUDA graphs are not used: %s", str(error).splitlines()[0])
                 self._record = None

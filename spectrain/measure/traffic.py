@@ -1,0 +1,98 @@
+"""What a step of decoding reads from a GPU's memory, and how near it comes to the limit.
+
+A forward of a few rows takes as long as reading its weights and its cache. What is counted: the target's weights and
+the cache of its rows once per step, and the draft model's weights once per level of a draft. Embeddings, of which a
+forward reads a few rows, draft models' caches and activations are left out.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Sequence
+from itertools import chain
+
+from torch import Tensor, nn
+
+from spectrain.decoding import Drafter, TargetModel
+from spectrain.measure.results import QuestionRow
+from spectrain.models.spire import SpireDrafter
+
+MODELS = ("draft_model", "reader", "model", "drafter")  # what drafts, as methods call it
+
+
+def loop_steps(forwards: Sequence[int], batch_size: int) -> int:
+    """Count the steps of a loop whose rows take these numbers of steps: the next row joins where one has ended."""
+    ends = [0] * batch_size
+    for n in forwards:
+        heapq.heapreplace(ends, ends[0] + n)
+    return max(ends)
+
+
+def step_costs(
+    rows: Sequence[QuestionRow], weight_bytes: int, draft_bytes: int, token_bytes: int, bytes_per_s: float | None
+) -> dict[str, float | None]:
+    """Compute what an average step of a method costs, as keys of results.json.
+
+    Args:
+        rows: of the method. A row reads its prompt and, on average, half of its reply.
+        weight_bytes: of the target.
+        draft_bytes: of the draft model; 0: there is none.
+        token_bytes: of the target's cache.
+        bytes_per_s: that the GPU's memory gives; None: unknown.
+    """
+    steps, row_steps = sum(r.steps for r in rows), sum(r.target_forwards for r in rows)
+    if not steps:
+        return dict.fromkeys(("outside_forward_ms", "bytes_per_step", "bandwidth_share"))
+    forward_s = sum(r.time_s["forward"] for r in rows if r.steps)
+    decode_s = sum(sum(r.time_s.values()) for r in rows)
+    # A level of a draft is one read, unless its tokens were looked up.
+    reads = sum(min(sum(r.steps_by_depth), r.drafted_by_source.get("draft", 0)) for r in rows)
+    cached = sum(r.target_forwards * _context_tokens(r) for r in rows)  # tokens
+    read = weight_bytes + reads / row_steps * draft_bytes + cached / steps * token_bytes
+    return {
+        "outside_forward_ms": 1e3 * (decode_s - forward_s) / steps,
+        "bytes_per_step": read,
+        "bandwidth_share": read * steps / decode_s / bytes_per_s if bytes_per_s and decode_s else None,
+    }
+
+
+def _context_tokens(row: QuestionRow) -> float:
+    """Return the average tokens in the cache over the steps of a row, which turns have by the tokens of their reply."""
+    turns = [(len(reply), n + len(reply) / 2) for n, reply in zip(row.prompt_tokens, row.replies, strict=True)]
+    return sum(n * tokens for n, tokens in turns) / max(1, row.n_tokens)
+
+
+def target_bytes(target: TargetModel) -> int:
+    """Return the bytes of weights that a forward of a target, or of a draft model that is one, reads."""
+    model = target.model
+    return _read(model, model.get_input_embeddings().weight, model.get_output_embeddings().weight)
+
+
+def token_bytes(target: TargetModel) -> int:
+    """Return the bytes of keys and values that a token has in the cache."""
+    config = target.config.get_text_config()
+    n_kv_head = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
+    head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    return 2 * target.n_layer * n_kv_head * head_dim * target.dtype.itemsize
+
+
+def draft_bytes(drafter: Drafter) -> int:
+    """Return the bytes of weights that a method reads for one level of a draft; of several methods the most."""
+    models = [getattr(drafter, name, None) for name in MODELS] + [arm.drafter for arm in getattr(drafter, "arms", ())]
+    return max((_bytes_of(model) for model in models if model is not None), default=0)
+
+
+def _bytes_of(model: Drafter | TargetModel | SpireDrafter) -> int:
+    if isinstance(model, Drafter):
+        return draft_bytes(model)
+    if isinstance(model, TargetModel):
+        return target_bytes(model)
+    own = getattr(model, "embed_tokens", None)
+    return _read(model, None if own is None else own.weight, model.unembedding)
+
+
+def _read(model: nn.Module, embedding: Tensor | None, unembedding: Tensor) -> int:
+    """Add up the weights of a model without its embedding, and its unembedding, which may be the same or another's."""
+    apart = {one.data_ptr() for one in (embedding, unembedding) if one is not None}
+    weights = chain(model.parameters(), model.buffers())
+    return unembedding.nbytes + sum(one.nbytes for one in weights if one.data_ptr() not in apart)
