@@ -80,6 +80,28 @@ def test_all_methods_are_measured_side_by_side_and_lossless(run, asked):
         assert word in out
 
 
+def test_batch_sizes_are_measured_in_turn_and_compared_in_one_table(run, asked):
+    command = ("bench", asked, "out=b", "methods=[pld]", "max_new_tokens=12", "batch_size=[1,2,2]", "max_nodes=paper")
+    code, out, err = run(*command)
+    assert code == 0, err
+    found = results("b")
+    assert found["batch_size"] == [1, 2, 2]
+    assert list(found["by_batch"]) == ["1", "2"]
+    assert found["methods"] == found["by_batch"]["1"]
+    assert all(one["lossless"] for methods in found["by_batch"].values() for one in methods.values())
+    rows = question_rows("b")
+    assert sorted((row["batch_size"], row["method"]) for row in rows) == sorted(
+        (size, name) for size in (1, 2) for name in ("autoregressive", "pld") for _ in range(3)
+    )
+    plain = [row for row in rows if row["method"] == "autoregressive"]
+    steps = {size: sum(row["steps"] for row in plain if row["batch_size"] == size) for size in (1, 2)}
+    assert steps == {1: 33, 2: 22}  # three texts of eleven steps, two at a time
+    assert ("batch 2" in out, "in its paper" in " ".join(out.split()) or "paper" in out) == (True, True)
+    (Path("b") / "results.json").unlink()
+    assert run(*command)[0] == 0
+    assert question_rows("b") == rows  # none was measured again
+
+
 @pytest.mark.parametrize("batch_size", [1, 2])
 def test_methods_of_datastores_are_lossless_and_say_what_they_took(run, asked, stored, batch_size):
     code, _, err = run(
@@ -255,6 +277,10 @@ def test_a_run_without_any_answer_is_not_finished(run, tmp_path):
         (["methods=[pld]", "+variants.x={method: y}", "methods=[x]"], "variants.x has method=y, which is unknown"),
         (["peers=[vllm]"], "peers=vllm is unknown; choose among hf_generate"),
         (["peers=[hf_generate]", "batch_size=4"], "give batch_size=1"),
+        (["peers=[hf_generate]", "batch_size=[1,4]"], "not batch_size=4"),
+        (["batch_size=[]"], "give a number of rows, or several such as [1,16,64]"),
+        (["batch_size=many"], "batch_size=many must be a whole number"),
+        (["batch_size=[1,0]"], "batch_size=[1, 0] must be"),
         (["methods=[pld]", "method=pld"], "method= measures one method with its options, methods= several"),
         (
             ["+variants.autoregressive={method: pld}"],

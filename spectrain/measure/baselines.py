@@ -147,7 +147,7 @@ def _continue(model: PreTrainedModel, prompt: list[int], seed: int, inputs: Mapp
         inputs = {**inputs, "streamer": SimpleNamespace(put=lambda one: emitted.append(one.numel()), end=lambda: None)}
     devices = [model.device] if model.device.type == "cuda" else []
     began = time.perf_counter()
-    with torch.random.fork_rng(devices=devices), torch.inference_mode(), _observed(model, drafts) as fed:
+    with torch.random.fork_rng(devices=devices), _observed(model, drafts) as fed:
         torch.manual_seed(seed)
         output = model.generate(tokens, attention_mask=torch.ones_like(tokens), **inputs)
         new = output[0, len(prompt) :].tolist()

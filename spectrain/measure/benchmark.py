@@ -11,7 +11,9 @@ import logging
 import os
 import sys
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
+from itertools import pairwise
 from pathlib import Path
 
 import torch
@@ -84,13 +86,21 @@ class Benchmark:
                 for _ in range(WARM_UPS):  # methods that choose among others run each of them
                     self.answer(name, first, min(WARM_UP_TOKENS, self.max_new_tokens))
             return
-        longest = sorted(range(len(self.questions)), key=lambda n: -sum(map(len, self.questions[n].turns)))
+        longest = [n for n, question in enumerate(self.questions) if self.fits(question)]
+        longest.sort(key=lambda n: -sum(map(len, self.questions[n].turns)))
         sizes = dict.fromkeys((name, min(self.batch_size, len(numbers))) for name, numbers in self.todo(done))
-        for name, n_rows in sorted(sizes, key=lambda one: -one[1]):
+        for name, n_rows in sorted(sizes, key=lambda one: -one[1]) if longest else ():
             for i in range(MOST_WARM_UPS):
                 rows = self.answer(name, longest[:n_rows], self.max_new_tokens)
                 if i + 1 >= WARM_UPS and not any(row.prepared for row in rows):
                     break
+
+    def fits(self, question: Question) -> bool:
+        """Whether the target can answer the first turn of a question."""
+        with suppress(UserError):
+            check_prompt(self.target, self.prompt_ids(question, []), self.max_new_tokens)
+            return True
+        return False
 
     def groups(self, done: Collection[tuple[str, str]]) -> Iterator[list[QuestionRow]]:
         """Measure what is not `done`, by (question id, method). Yields the rows of one group and method at a time."""
@@ -100,9 +110,11 @@ class Benchmark:
     def todo(self, done: Collection[tuple[str, str]]) -> Iterator[tuple[str, list[int]]]:
         """Yield each method, and numbers of questions, that are answered in one go, in their order."""
         group_size = 1 if self.batch_size == 1 else GROUPS_OF_BATCH * self.batch_size
-        names = list(self.decoders)
-        for turn, start in enumerate(range(0, len(self.questions), group_size)):
-            group = range(start, min(start + group_size, len(self.questions)))
+        names, starts = list(self.decoders), list(range(0, len(self.questions), group_size))
+        if len(starts) > 1 and len(self.questions) - starts[-1] < self.batch_size:
+            starts.pop()  # what is left would be no full batch, so that other shapes were prepared
+        for turn, (start, stop) in enumerate(pairwise([*starts, len(self.questions)])):
+            group = range(start, stop)
             # Another begins each time: whoever comes first after a slower one finds other caches and clocks.
             first = turn % len(names)
             for name in names[first:] + names[:first]:
@@ -123,7 +135,10 @@ class Benchmark:
         prepared = preparations(self.target) - before
         if self.strict and prepared:
             why = f"compiled inside the answer; {prepared} graphs, programs or tables were made while it was timed"
-            rows = [failed_row(self.questions[n], name, why) for n in numbers]
+            rows = [
+                row if row.error else failed_row(self.questions[n], name, why)
+                for n, row in zip(numbers, rows, strict=True)
+            ]
         return [replace(row, batch_size=self.batch_size, prepared=prepared) for row in rows]
 
     def _play(self, name: str, numbers: Sequence[int], max_new_tokens: int) -> list[QuestionRow]:

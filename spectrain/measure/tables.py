@@ -23,10 +23,10 @@ from spectrain.measure.results import CONTEXTS, DID_NOT_DRAFT, LONGER
 from spectrain.methods.registry import BASELINE
 
 MISSING = "–"
-NUMBER = re.compile(rf"[-+]?[\d.]|{MISSING}|{DID_NOT_DRAFT}|$")  # how a cell begins that is no word
+NUMBER = re.compile(rf"[-+]?[\d.]|{MISSING}|did not|$")  # how a cell begins that is no word
 STAGES = ("forward", "draft", "verify", "commit", "other")
 NARROW_TERMINAL = ["method", "answers", "tau", "tokens/s", "speedup", "acceptance", "lossless"]  # fit into 80 columns
-OF_GPU = ["ms outside forward", "read per step", "of bandwidth"]
+OF_GPU = ["ms outside forward", "read per step", "of limit"]
 # Speedups by batch size that papers give: those of CELLS.
 OF_PAPERS = {
     "spire": {1: "1.75, 1.86, 2.18", 16: "2.17, 2.61, 2.89", 64: "2.61, 2.89, 2.99"},
@@ -158,7 +158,7 @@ def method_row(name: str, one: Mapping) -> dict[str, str]:
         "peak memory": size(one.get("peak_memory_bytes")),
         "ms outside forward": fixed(one.get("outside_forward_ms"), 2),
         "read per step": size(one.get("bytes_per_step")),
-        "of bandwidth": percent(one.get("bandwidth_share"), 0),
+        "of limit": percent(one.get("bandwidth_share"), 0),
     }
 
 
@@ -183,7 +183,7 @@ def terminal_table(results: Mapping, width: int = 100, title: str | None = None)
     methods = results["methods"]
     frame = methods_table(methods)
     of_gpu = [name for name in OF_GPU if name in frame]
-    wide = [*NARROW_TERMINAL, *of_gpu] if of_gpu else list(frame)[:9]
+    wide = [*(name for name in NARROW_TERMINAL if name != "answers"), *of_gpu] if of_gpu else list(frame)[:9]
     frame = frame[wide if width >= 100 else NARROW_TERMINAL]
     for column in ("tokens/s", "speedup"):
         frame[column] = ["did not\ndraft" if c == DID_NOT_DRAFT else c.split(" ")[0] for c in frame[column]]

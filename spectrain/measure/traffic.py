@@ -94,5 +94,7 @@ def _bytes_of(model: Drafter | TargetModel | SpireDrafter) -> int:
 def _read(model: nn.Module, embedding: Tensor | None, unembedding: Tensor) -> int:
     """Add up the weights of a model without its embedding, and its unembedding, which may be the same or another's."""
     apart = {one.data_ptr() for one in (embedding, unembedding) if one is not None}
-    weights = chain(model.parameters(), model.buffers())
-    return unembedding.nbytes + sum(one.nbytes for one in weights if one.data_ptr() not in apart)
+    # Weights of 8 bits are plain attributes of their layers.
+    own = (chain(vars(one).values(), one._parameters.values(), one._buffers.values()) for one in model.modules())
+    weights = {one.data_ptr(): one.nbytes for one in chain.from_iterable(own) if isinstance(one, Tensor)}
+    return unembedding.nbytes + sum(n_bytes for place, n_bytes in weights.items() if place not in apart)
