@@ -132,7 +132,7 @@ def costs_on_gpu(target: TargetModel, drafter: Drafter, rows: Sequence[QuestionR
     """Compute what steps of a method read, and how near they come to the limit of the GPU."""
     hardware = hardware_named(torch.cuda.get_device_name(target.device)) or {}
     own = target_bytes(target), draft_bytes(drafter), token_bytes(target)
-    return step_costs([row for row in rows if row.error is None], *own, hardware.get("bytes_per_s"))
+    return step_costs(rows, *own, hardware.get("bytes_per_s"))
 
 
 def seen_before(asked: Sequence[Question], target: TargetModel, drafters: Iterable[Drafter]) -> dict[str, list[str]]:

@@ -19,7 +19,10 @@ from spectrain.errors import UserError
 from spectrain.measure.baselines import BASELINES
 from spectrain.measure.benchmark import Benchmark
 from spectrain.measure.questions import STDLIB_CHARACTERS, read_questions
+from spectrain.measure.results import QuestionRow
+from spectrain.measure.traffic import target_bytes, token_bytes
 from spectrain.methods.folders import artifact_kinds
+from spectrain.methods.pld import PromptLookup
 from spectrain.methods.registry import build_methods, method_config, method_configs, method_names
 from spectrain.stores.folder import locked
 from spectrain.stores.texts import STDLIB_HELD_OUT, is_held_out
@@ -100,6 +103,7 @@ def test_batch_sizes_are_measured_in_turn_and_compared_in_one_table(run, asked):
     (Path("b") / "results.json").unlink()
     assert run(*command)[0] == 0
     assert question_rows("b") == rows  # none was measured again
+    assert results("b")["by_batch"] == found["by_batch"]
 
 
 @pytest.mark.parametrize("batch_size", [1, 2])
@@ -349,3 +353,13 @@ def test_questions_that_a_datastore_or_a_drafter_has_seen_are_said(run, stored, 
     code, _, err = run("bench", asked, "out=c", "methods=[speculative]", "drafter=v", "max_new_tokens=4")
     assert code == 0, err
     assert "1 of 2 questions stand in the text of v" in err
+
+
+def test_costs_of_steps_are_those_of_target_and_drafter_on_the_card_at_hand(opened, monkeypatch):
+    monkeypatch.setattr("torch.cuda.get_device_name", lambda device: "NVIDIA H100 80GB HBM3")
+    steps = {"target_forwards": 3, "steps": 3.0, "time_s": {"forward": 0.1}}
+    row = QuestionRow("q", "any", "pld", prompt_tokens=[10], replies=[[0] * 4], **steps)
+    failed = QuestionRow("r", "any", "pld", error="too long")
+    found = bench.costs_on_gpu(opened, PromptLookup(), [row, failed])
+    assert found["bytes_per_step"] == target_bytes(opened) + 12 * token_bytes(opened)
+    assert found["bandwidth_share"] == pytest.approx(found["bytes_per_step"] * 3 / 0.1 / 3.35e12)

@@ -5,6 +5,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from torch._dynamo.utils import counters
 from transformers import CompileConfig
 
 from spectrain.decoding import Generation, Sampling, TargetModel, generate
@@ -74,11 +75,11 @@ def test_baselines_sample_reproducibly_and_leave_the_global_generator_alone(targ
 
 
 def test_with_a_static_cache_one_forward_is_compiled_for_all_prompts(target):
-    """As on a GPU, with another backend; the hook that counts forwards would compile one per answer."""
+    """As on a GPU, with another backend; a hook that counts forwards would leave nothing to compile."""
     compiling = CompileConfig(backend="eager", mode=None)
     compiling._compile_all_devices = True
     options = {"cache_implementation": "static", "compile_config": compiling}
-    prompts, counts = random_prompts([30, 9, 17]), []
+    prompts, counts, graphs = random_prompts([30, 9, 17]), [], counters["stats"]["unique_graphs"]
     model = own_model(target)
     for prompt in prompts:
         (found,) = generate_with_transformers(target, model, [prompt], 20, options=options)
@@ -86,6 +87,7 @@ def test_with_a_static_cache_one_forward_is_compiled_for_all_prompts(target):
         assert (found.drafted, found.target_forwards) == ([], len(found.tokens) - 1)
         counts.append(preparations(target))
     assert counts[0] == counts[1] == counts[2]
+    assert counters["stats"]["unique_graphs"] == graphs + 1
 
 
 def test_the_faster_way_counts_and_is_named_and_one_that_fails_is_left_out():
