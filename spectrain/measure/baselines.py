@@ -168,7 +168,7 @@ def _continue(model: PreTrainedModel, prompt: list[int], seed: int, inputs: Mapp
 def _observed(model: PreTrainedModel, forwards: bool) -> Iterator[list[int]]:
     """Yield a list that gets the number of tokens of each forward, if these are asked for.
 
-    A hook keeps transformers' forward from being compiled.
+    They are not where transformers compiles the forward, which a hook would split.
     Meanwhile the model's own generation defaults (a repetition penalty, say) stay out of the comparison, and
     transformers is silent: assisted generation warns about how it calls itself.
     """
