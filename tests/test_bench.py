@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -20,7 +21,7 @@ from spectrain.measure.baselines import BASELINES
 from spectrain.measure.benchmark import Benchmark
 from spectrain.measure.questions import STDLIB_CHARACTERS, read_questions
 from spectrain.measure.results import QuestionRow
-from spectrain.measure.traffic import target_bytes, token_bytes
+from spectrain.measure.traffic import token_bytes, weight_bytes
 from spectrain.methods.folders import artifact_kinds
 from spectrain.methods.pld import PromptLookup
 from spectrain.methods.registry import build_methods, method_config, method_configs, method_names
@@ -93,13 +94,13 @@ def test_batch_sizes_are_measured_in_turn_and_compared_in_one_table(run, asked):
     assert found["methods"] == found["by_batch"]["1"]
     assert all(one["lossless"] for methods in found["by_batch"].values() for one in methods.values())
     rows = question_rows("b")
-    assert sorted((row["batch_size"], row["method"]) for row in rows) == sorted(
-        (size, name) for size in (1, 2) for name in ("autoregressive", "pld") for _ in range(3)
-    )
+    assert Counter((row["batch_size"], row["method"]) for row in rows) == {
+        (size, name): 3 for size in (1, 2) for name in ("autoregressive", "pld")
+    }
     plain = [row for row in rows if row["method"] == "autoregressive"]
     steps = {size: sum(row["steps"] for row in plain if row["batch_size"] == size) for size in (1, 2)}
     assert steps == {1: 33, 2: 22}  # three texts of eleven steps, two at a time
-    assert ("batch 2" in out, "in its paper" in " ".join(out.split()) or "paper" in out) == (True, True)
+    assert "batch 2" in out
     (Path("b") / "results.json").unlink()
     assert run(*command)[0] == 0
     assert question_rows("b") == rows  # none was measured again
@@ -361,5 +362,5 @@ def test_costs_of_steps_are_those_of_target_and_drafter_on_the_card_at_hand(open
     row = QuestionRow("q", "any", "pld", prompt_tokens=[10], replies=[[0] * 4], **steps)
     failed = QuestionRow("r", "any", "pld", error="too long")
     found = bench.costs_on_gpu(opened, PromptLookup(), [row, failed])
-    assert found["bytes_per_step"] == target_bytes(opened) + 12 * token_bytes(opened)
+    assert found["bytes_per_step"] == weight_bytes(opened) + 12 * token_bytes(opened)
     assert found["bandwidth_share"] == pytest.approx(found["bytes_per_step"] * 3 / 0.1 / 3.35e12)

@@ -11,7 +11,6 @@ import logging
 import os
 import sys
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from pathlib import Path
@@ -77,30 +76,19 @@ class Benchmark:
     def warm_up(self, done: Collection[tuple[str, str]] = ()) -> None:
         """Let everybody decode the first batch for a few tokens; errors are left to the measurement.
 
-        Where the benchmark is strict, the longest questions are answered in full, in each number of rows that is to
-        come, until an answer finds everything prepared.
+        Where the benchmark is strict, the longest questions are answered in full, until nothing is prepared any more.
         """
-        if not self.strict:
-            first = range(min(self.batch_size, len(self.questions)))
-            for name in self.decoders:
-                for _ in range(WARM_UPS):  # methods that choose among others run each of them
-                    self.answer(name, first, min(WARM_UP_TOKENS, self.max_new_tokens))
-            return
-        longest = [n for n, question in enumerate(self.questions) if self.fits(question)]
-        longest.sort(key=lambda n: -sum(map(len, self.questions[n].turns)))
-        sizes = dict.fromkeys((name, min(self.batch_size, len(numbers))) for name, numbers in self.todo(done))
-        for name, n_rows in sorted(sizes, key=lambda one: -one[1]) if longest else ():
-            for i in range(MOST_WARM_UPS):
-                rows = self.answer(name, longest[:n_rows], self.max_new_tokens)
+        order, n_new = list(range(len(self.questions))), min(WARM_UP_TOKENS, self.max_new_tokens)
+        if self.strict:
+            most, n_new = self.target.max_positions - self.max_new_tokens, self.max_new_tokens
+            order = [n for n in order if len(self.prompt_ids(self.questions[n], [])) <= most]
+            order.sort(key=lambda n: -sum(map(len, self.questions[n].turns)))
+        for name, n_rows in dict.fromkeys((name, min(self.batch_size, len(group))) for name, group in self.todo(done)):
+            for i in range(MOST_WARM_UPS if self.strict and order else WARM_UPS):
+                rows = self.answer(name, order[:n_rows], n_new)
+                # Methods that choose among others run each of them.
                 if i + 1 >= WARM_UPS and not any(row.prepared for row in rows):
                     break
-
-    def fits(self, question: Question) -> bool:
-        """Whether the target can answer the first turn of a question."""
-        with suppress(UserError):
-            check_prompt(self.target, self.prompt_ids(question, []), self.max_new_tokens)
-            return True
-        return False
 
     def groups(self, done: Collection[tuple[str, str]]) -> Iterator[list[QuestionRow]]:
         """Measure what is not `done`, by (question id, method). Yields the rows of one group and method at a time."""

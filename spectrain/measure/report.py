@@ -99,12 +99,11 @@ def environment() -> Environment:
 
 def benchmark_sections(title: str, results: Mapping, rows: Sequence[Mapping] = ()) -> list[Section]:
     """Describe a benchmark by its files, in one section per batch size; the first one compares them."""
-    batches = tables.batches_of(results)
-    sections = [benchmark_section(title, results, rows)] if len(batches) == 1 else []
-    for size, methods in batches.items() if len(batches) > 1 else ():
-        own = [row for row in rows if str(row.get("batch_size")) == size]
-        of_size = {**results, "methods": methods, "batch_size": size}
-        sections.append(benchmark_section(f"{title}, batch {size}", of_size, own))
+    batches, sections = tables.batches_of(results), []
+    for size, methods in batches.items():
+        name = f"{title}, batch {size}" if len(batches) > 1 else title
+        own = [row for row in rows if str(row.get("batch_size", size)) == size]
+        sections.append(benchmark_section(name, {**results, "methods": methods, "batch_size": size}, own))
     compared = unless_empty(tables.batches_table(batches))
     sections[0].parts = {"Batch sizes and lengths of prompts": compared} | sections[0].parts
     return sections

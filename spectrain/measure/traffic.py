@@ -11,7 +11,7 @@ import heapq
 from collections.abc import Sequence
 from itertools import chain
 
-from torch import Tensor, nn
+from torch import Tensor
 
 from spectrain.decoding import Drafter, TargetModel
 from spectrain.measure.results import QuestionRow
@@ -29,15 +29,15 @@ def loop_steps(forwards: Sequence[int], batch_size: int) -> int:
 
 
 def step_costs(
-    rows: Sequence[QuestionRow], weight_bytes: int, draft_bytes: int, token_bytes: int, bytes_per_s: float | None
+    rows: Sequence[QuestionRow], of_target: int, of_drafter: int, of_token: int, bytes_per_s: float | None
 ) -> dict[str, float | None]:
     """Compute what an average step of a method costs, as keys of results.json.
 
     Args:
         rows: of the method. A row reads its prompt and, on average, half of its reply.
-        weight_bytes: of the target.
-        draft_bytes: of the draft model; 0: there is none.
-        token_bytes: of the target's cache.
+        of_target: bytes of its weights.
+        of_drafter: bytes of the draft model's weights; 0: there is none.
+        of_token: bytes in the target's cache.
         bytes_per_s: that the GPU's memory gives; None: unknown.
     """
     steps, row_steps = sum(r.steps for r in rows), sum(r.target_forwards for r in rows)
@@ -48,7 +48,7 @@ def step_costs(
     # A level of a draft is one read, unless its tokens were looked up.
     reads = sum(min(sum(r.steps_by_depth), r.drafted_by_source.get("draft", 0)) for r in rows)
     cached = sum(r.target_forwards * _context_tokens(r) for r in rows)  # tokens
-    read = weight_bytes + reads / row_steps * draft_bytes + cached / steps * token_bytes
+    read = of_target + reads / row_steps * of_drafter + cached / steps * of_token
     return {
         "outside_forward_ms": 1e3 * (decode_s - forward_s) / steps,
         "bytes_per_step": read,
@@ -62,10 +62,24 @@ def _context_tokens(row: QuestionRow) -> float:
     return sum(n * tokens for n, tokens in turns) / max(1, row.n_tokens)
 
 
-def target_bytes(target: TargetModel) -> int:
-    """Return the bytes of weights that a forward of a target, or of a draft model that is one, reads."""
-    model = target.model
-    return _read(model, model.get_input_embeddings().weight, model.get_output_embeddings().weight)
+def weight_bytes(model: TargetModel | Drafter | SpireDrafter) -> int:
+    """Return the bytes of weights that a forward of a model, or a level of a method's drafts, reads.
+
+    Of several methods those of the one that reads the most; 0: no model drafts.
+    """
+    if isinstance(model, Drafter):
+        models = [getattr(model, name, None) for name in MODELS] + [arm.drafter for arm in getattr(model, "arms", ())]
+        return max((weight_bytes(one) for one in models if one is not None), default=0)
+    if isinstance(model, TargetModel):
+        model = model.model
+        embedding, unembedding = model.get_input_embeddings(), model.get_output_embeddings().weight
+    else:
+        embedding, unembedding = getattr(model, "embed_tokens", None), model.unembedding
+    apart = {one.data_ptr() for one in (getattr(embedding, "weight", None), unembedding) if one is not None}
+    # Weights of 8 bits are plain attributes of their layers.
+    own = (chain(vars(one).values(), one._parameters.values(), one._buffers.values()) for one in model.modules())
+    weights = {one.data_ptr(): one.nbytes for one in chain.from_iterable(own) if isinstance(one, Tensor)}
+    return unembedding.nbytes + sum(n_bytes for place, n_bytes in weights.items() if place not in apart)
 
 
 def token_bytes(target: TargetModel) -> int:
@@ -74,27 +88,3 @@ def token_bytes(target: TargetModel) -> int:
     n_kv_head = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     return 2 * target.n_layer * n_kv_head * head_dim * target.dtype.itemsize
-
-
-def draft_bytes(drafter: Drafter) -> int:
-    """Return the bytes of weights that a method reads for one level of a draft; of several methods the most."""
-    models = [getattr(drafter, name, None) for name in MODELS] + [arm.drafter for arm in getattr(drafter, "arms", ())]
-    return max((_bytes_of(model) for model in models if model is not None), default=0)
-
-
-def _bytes_of(model: Drafter | TargetModel | SpireDrafter) -> int:
-    if isinstance(model, Drafter):
-        return draft_bytes(model)
-    if isinstance(model, TargetModel):
-        return target_bytes(model)
-    own = getattr(model, "embed_tokens", None)
-    return _read(model, None if own is None else own.weight, model.unembedding)
-
-
-def _read(model: nn.Module, embedding: Tensor | None, unembedding: Tensor) -> int:
-    """Add up the weights of a model without its embedding, and its unembedding, which may be the same or another's."""
-    apart = {one.data_ptr() for one in (embedding, unembedding) if one is not None}
-    # Weights of 8 bits are plain attributes of their layers.
-    own = (chain(vars(one).values(), one._parameters.values(), one._buffers.values()) for one in model.modules())
-    weights = {one.data_ptr(): one.nbytes for one in chain.from_iterable(own) if isinstance(one, Tensor)}
-    return unembedding.nbytes + sum(n_bytes for place, n_bytes in weights.items() if place not in apart)

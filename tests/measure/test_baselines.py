@@ -87,28 +87,21 @@ def test_with_a_static_cache_one_forward_is_compiled_for_all_prompts(target):
         assert preparations(target) == before + 1
 
 
-def test_the_faster_way_counts_and_is_named_and_one_that_fails_is_left_out():
+def test_on_a_gpu_the_faster_way_counts_and_is_named_and_one_that_fails_is_left_out(target):
     def way(*seconds: float):
         return lambda prompts, n: [Generation(tokens=[1] * n, target_forwards=n - 1, elapsed_s=s) for s in seconds]
 
     def broken(prompts, n):
         raise RuntimeError("no compiler")
 
-    ways = {EAGER: way(1.0, 2.0), COMPILED: way(3.0, 0.5), "broken": broken}
+    on_gpu = SimpleNamespace(device=torch.device("cuda"), model=target.model, dtype=target.dtype)
+    (ways,) = build_baseline("hf_generate", on_gpu).args
+    assert [one.keywords["options"] for one in ways.values()] == [{}, {"cache_implementation": "static"}]
+    ways = dict(zip([*ways, "broken"], (way(1.0, 2.0), way(3.0, 0.5), broken), strict=True))
     for _ in range(2):
         found = fastest_of(ways, [[1], [2]], 4)
-        assert [(g.elapsed_s, g.choices[0].method, g.choices[0].steps) for g in found] == [
-            *[(1.0, EAGER, 3), (0.5, COMPILED, 3)]
-        ]
+        chosen = [(g.elapsed_s, g.choices[0].method, g.choices[0].steps) for g in found]
+        assert chosen == [(1.0, EAGER, 3), (0.5, COMPILED, 3)]
         assert list(ways) == [EAGER, COMPILED]
     with pytest.raises(RuntimeError, match="no compiler"):
         fastest_of({"broken": broken}, [[1]], 4)
-
-
-def test_on_a_gpu_hugging_face_is_measured_eagerly_and_compiled(target):
-    on_gpu = SimpleNamespace(device=torch.device("cuda"), model=target.model, dtype=target.dtype)
-    ways = build_baseline("hf_generate", on_gpu).args[0]
-    assert {name: one.keywords["options"] for name, one in ways.items()} == {
-        EAGER: {},
-        COMPILED: {"cache_implementation": "static"},
-    }

@@ -104,11 +104,9 @@ def test_the_terminals_table_fits_and_keeps_every_number():
 IDLE = method(1.0, speedup=None, speedup_ci95=None, no_speedup="did not draft")
 
 
-def method_table(*methods: dict, **more) -> str:
+def method_table(autoregressive: dict, spire: dict, **more) -> str:
     console = Console(width=100, record=True, file=open("/dev/null", "w"))  # noqa: SIM115
-    content = {"methods": dict(zip(("autoregressive", "spire"), methods, strict=True)), **more}
-    for table in terminal_tables(content):
-        console.print(table)
+    console.print(*terminal_tables({"methods": {"autoregressive": autoregressive, "spire": spire}, **more}))
     return console.export_text()
 
 
@@ -136,29 +134,25 @@ def test_what_a_step_reads_is_shown_where_a_gpu_was_measured():
 
 
 def test_batch_sizes_stand_in_one_table_beside_the_papers(tmp_path):
-    def measured(*speedups: float | None) -> dict:
-        contexts = {c: IDLE if s is None else method(s) for c, s in zip(("256", "longer"), speedups, strict=True)}
-        return method(1.5, by_context=contexts)
-
-    by_batch = {size: {"autoregressive": measured(1.0, 1.0), "spire": measured(2.0, None)} for size in ("1", "64")}
-    results = RESULTS | {"methods": by_batch["1"], "by_batch": by_batch, "batch_size": [1, 64]}
-    table = batches_table(by_batch)
+    spire = method(1.5, by_context={"256": method(2.0), "longer": IDLE})
+    by_batch = {size: {"autoregressive": method(1.0), "spire": spire} for size in ("1", "64")}
+    table, cells = batches_table(by_batch), ("1,234 (2.00)", "1,234 (did not draft)")
     assert list(table) == ["method", "batch", "to 256 tokens", "over 4,096 tokens", "in its paper"]
     assert [*table.itertuples(index=False, name=None)][2:] == [
-        ("spire", "1", "1,234 (2.00)", "1,234 (did not draft)", "1.75, 1.86, 2.18"),
-        ("spire", "64", "1,234 (2.00)", "1,234 (did not draft)", "2.61, 2.89, 2.99"),
+        ("spire", "1", *cells, "1.75, 1.86, 2.18"),
+        ("spire", "64", *cells, "2.61, 2.89, 2.99"),
     ]
+    assert batches_table({"1": by_batch["1"] | {"spire": method(1.0, by_context={"256": IDLE})}}).empty
     figure_4 = json.loads((Path(__file__).parent / "spire_figure4.json").read_text())
-    for name, cells in figure_4.items():  # [batch 1, 2, 4, ..][32, 64, 128, .. tokens]
-        of_paper = {size: ", ".join(cells[row][c] for c in (3, 5, 7)) for size, row in {1: 0, 16: 4, 64: 6}.items()}
+    for name, values in figure_4.items():  # [batch 1, 2, 4, ..][32, 64, 128, .. tokens]
+        of_paper = {size: ", ".join(values[row][c] for c in (3, 5, 7)) for size, row in {1: 0, 16: 4, 64: 6}.items()}
         assert OF_PAPERS["speculative" if name == "vanilla" else name] == of_paper
+    results = RESULTS | {"methods": by_batch["1"], "by_batch": by_batch}
     write_report(tmp_path / "report.html", results, [{"batch_size": 64, "method": "spire", "error": "too much"}])
-    text = Page((tmp_path / "report.html").read_text()).text
+    page, text = Page((tmp_path / "report.html").read_text()), method_table(**by_batch["1"], by_batch=by_batch)
     for words in ("Speculative decoding on org/model, batch 64", "Tokens/s by length of the prompt", "too much"):
-        assert words in text
-    text = method_table(*by_batch["1"].values(), by_batch=by_batch)
-    assert all(word in text for word in ("batch 1", "batch 64", "1.75, 1.86, 2.18"))
-    assert batches_table({"1": {"autoregressive": method(1.0, by_context={"256": method(1.0)})}}).empty
+        assert words in page.text
+    assert all(words in text for words in ("batch 1", "batch 64", "1.75, 1.86, 2.18"))
 
 
 @pytest.mark.parametrize("value", [None, float("nan"), float("inf"), "much"])

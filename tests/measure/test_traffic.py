@@ -1,7 +1,6 @@
 """What a step reads, by hand and of small models, and the steps of a batch."""
 
 from dataclasses import replace
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -11,7 +10,7 @@ from spectrain.decoding import TargetModel
 from spectrain.decoding.weights import Int8Linear
 from spectrain.measure.cost import hardware_named
 from spectrain.measure.results import QuestionRow
-from spectrain.measure.traffic import draft_bytes, loop_steps, step_costs, target_bytes, token_bytes
+from spectrain.measure.traffic import loop_steps, step_costs, token_bytes, weight_bytes
 from spectrain.methods.auto import Auto
 from spectrain.methods.pld import PromptLookup
 from spectrain.methods.speculative import Speculative
@@ -39,7 +38,7 @@ ROW = QuestionRow(
 
 
 def test_costs_of_a_step_by_hand():
-    found = step_costs([ROW], weight_bytes=1000, draft_bytes=50, token_bytes=2, bytes_per_s=1e6)
+    found = step_costs([ROW], of_target=1000, of_drafter=50, of_token=2, bytes_per_s=1e6)
     assert found["outside_forward_ms"] == pytest.approx(2.0)  # 20 ms of 10 steps
     assert found["bytes_per_step"] == pytest.approx(1000 + 2 * 50 + 110 * 2)  # two levels; 100 and half of 20 tokens
     assert found["bandwidth_share"] == pytest.approx(1320 / 0.005 / 1e6)
@@ -60,17 +59,17 @@ def test_bytes_of_models_are_those_that_a_forward_reads(tied):
     bytes_of_all = sum(p.nbytes for p in model.parameters())
     target = TargetModel(model)
     buffers = sum(one.nbytes for one in model.buffers())  # frequencies of the rotation
-    assert target_bytes(target) == bytes_of_all + buffers - (0 if tied else table.nbytes)
+    assert weight_bytes(target) == bytes_of_all + buffers - (0 if tied else table.nbytes)
     cache = target.new_cache(1, 64, 64)
     target.prefill(torch.ones(1, 3, dtype=torch.int64), [3], cache, range(1))
     assert token_bytes(target) == cache.bytes / cache.capacity
     speculative = Speculative(TargetModel(tiny_model("llama", num_hidden_layers=1)), gamma=3)
-    assert draft_bytes(speculative) == target_bytes(speculative.draft_model) > 0
+    assert weight_bytes(speculative) == weight_bytes(speculative.draft_model) > 0
     in_8_bits = nn.Sequential(Int8Linear(nn.Linear(3, 5, bias=False)))
     in_8_bits.unembedding = torch.zeros(7, 3)
-    assert draft_bytes(SimpleNamespace(drafter=in_8_bits)) == 3 * 5 + 4 * 5 + 4 * 21  # weights, scales
-    assert draft_bytes(Auto({"pld": PromptLookup(), "speculative": speculative})) == draft_bytes(speculative)
-    assert draft_bytes(PromptLookup()) == 0
+    assert weight_bytes(in_8_bits) == 3 * 5 + 4 * 5 + 4 * 21  # weights, scales
+    assert weight_bytes(Auto({"pld": PromptLookup(), "speculative": speculative})) == weight_bytes(speculative)
+    assert weight_bytes(PromptLookup()) == 0
 
 
 def test_the_bandwidth_of_a_card_is_found_by_its_name():
