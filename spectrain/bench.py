@@ -4,7 +4,8 @@
     python -m spectrain.bench -m method=specdecpp method.threshold=0.1,0.3,0.5 prompts=questions.jsonl
 
 Writes `questions.jsonl` (one row per question, method and batch size, as they are measured), then `results.json` and
-`report.html`. Run the same command to resume after an interruption. A question that fails is recorded and does not stop the run.
+`report.html`. Run the same command to resume after an interruption. A question that fails is recorded and does not stop
+the run.
 """
 
 from __future__ import annotations
