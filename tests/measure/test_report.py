@@ -152,6 +152,7 @@ def test_batch_sizes_stand_in_one_table_beside_the_papers(tmp_path):
     page, text = Page((tmp_path / "report.html").read_text()), method_table(**by_batch["1"], by_batch=by_batch)
     for words in ("Speculative decoding on org/model, batch 64", "Tokens/s by length of the prompt", "too much"):
         assert words in page.text
+    assert page.text.rindex("org/model, batch 64") < page.text.index("too much")
     assert all(words in text for words in ("batch 1", "batch 64", "1.75, 1.86, 2.18"))
 
 
