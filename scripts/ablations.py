@@ -84,7 +84,7 @@ def stop_rules(folder: Path, options: Sequence[str]) -> list[dict]:
                 found = measured(folder / f"{method}-{value}")[method]
                 rows.append({"method": method, option: value} | {name: found[name] for name in KEPT})
     best = max(row["speedup"] or 0.0 for row in rows if row["method"] == "speculative")
-    return [row | {"over_best_fixed_gamma": row["speedup"] / best if row["speedup"] else None} for row in rows]
+    return [row | {"over_best_fixed_gamma": row["speedup"] / best if row["speedup"] and best else None} for row in rows]
 
 
 def variants(folder: Path, group: str, methods: Sequence[str], options: Sequence[str]) -> list[dict]:

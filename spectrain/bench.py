@@ -3,8 +3,9 @@
     python -m spectrain.bench methods=all prompts=questions.jsonl limit=60
     python -m spectrain.bench -m method=specdecpp method.threshold=0.1,0.3,0.5 prompts=questions.jsonl
 
-Writes `questions.jsonl` (one row per question and method, as they are measured), then `results.json` and `report.html`.
-Run the same command to resume after an interruption. A question that fails is recorded and does not stop the run.
+Writes `questions.jsonl` (one row per question, method and batch size, as they are measured), then `results.json` and
+`report.html`. Run the same command to resume after an interruption. A question that fails is recorded and does not stop
+the run.
 """
 
 from __future__ import annotations
@@ -30,13 +31,15 @@ from spectrain.cli import interruptible, open_target
 from spectrain.config import plain
 from spectrain.config.commands import Bench
 from spectrain.decoding import Drafter, Generation, Sampling, TargetModel, fingerprint, generate
-from spectrain.errors import UserError
+from spectrain.errors import UserError, check_whole
 from spectrain.measure import questions
 from spectrain.measure.baselines import BASELINES, build_baseline, own_model
 from spectrain.measure.benchmark import Benchmark
+from spectrain.measure.cost import hardware_named
 from spectrain.measure.report import write_report
-from spectrain.measure.results import nodes_of, summarise
-from spectrain.measure.tables import terminal_table
+from spectrain.measure.results import QuestionRow, nodes_of, summarise
+from spectrain.measure.tables import terminal_tables
+from spectrain.measure.traffic import step_costs, token_bytes, weight_bytes
 from spectrain.methods import registry
 from spectrain.methods.auto import Auto
 from spectrain.methods.folders import given_artifacts
@@ -85,30 +88,52 @@ def measure(
     run.keep_to({"target": fingerprint(target.model, target.tokenizer)} | found)
     seen = seen_before(asked, target, drafters.values())
     drawing = {"sampling": sampling, "seed": options.seed}
-    decoding = drawing | {"batch_size": options.batch_size, "verification": options.verification}
-    decoders = {name: partial(generate, target, drafter, **decoding) for name, drafter in drafters.items()}
-    decoders |= {name: partial(baseline, **drawing) for name, baseline in baselines.items()}
-    known = facts(options, target, len(asked))
-    with interruptible(f"to resume in {run.path}"):
-        benchmark = Benchmark(target, decoders, asked, prompt_ids, options.max_new_tokens, options.batch_size)
-        rows = benchmark.run(run.path / "questions.jsonl")
     kinds = dict.fromkeys(drafters, "method") | dict.fromkeys(baselines, "peer")
-    measured = summarise(rows, kinds, sampling.greedy, target.dtype == torch.float32, sampling.shares_noise)
-    if not measured[registry.BASELINE]["questions"]:
+    known, by_batch, on_gpu = facts(options, target, len(asked)), {}, target.device.type == "cuda"
+    with interruptible(f"to resume in {run.path}"):
+        for size in batch_sizes(options):
+            decoding = drawing | {"batch_size": size, "verification": options.verification}
+            decoders = {name: partial(generate, target, drafter, **decoding) for name, drafter in drafters.items()}
+            decoders |= {name: partial(baseline, **drawing) for name, baseline in baselines.items()}
+            benchmark = Benchmark(target, decoders, asked, prompt_ids, options.max_new_tokens, size, strict=on_gpu)
+            rows = benchmark.run(run.path / "questions.jsonl")
+            own = [row for row in rows if row.batch_size == size]
+            judged = sampling.greedy, target.dtype == torch.float32, sampling.shares_noise
+            by_batch[str(size)] = measured = summarise(own, kinds, *judged)
+            for name, drafter in drafters.items():
+                measured[name] |= {
+                    "max_nodes": nodes_of(drafter),
+                    "warning": drafter.warning(sampling),
+                    "why_plain": drafter.why_plain,
+                    **(costs_on_gpu(target, drafter, [row for row in own if row.method == name]) if on_gpu else {}),
+                }
+    if not any(measured[registry.BASELINE]["questions"] for measured in by_batch.values()):
         raise UserError(f"no question was answered ({rows[0].error}); see {run.path}/questions.jsonl")
-    for name, drafter in drafters.items():
-        measured[name] |= {
-            "max_nodes": nodes_of(drafter),
-            "warning": drafter.warning(sampling),
-            "why_plain": drafter.why_plain,
-        }
-    folders = {name: str(folder) for name, folder in stores.items()}
-    results = known | {"methods": measured, "skipped": skipped, "datastores": folders, "seen": seen}
+    results = known | {
+        "methods": next(iter(by_batch.values())),
+        "by_batch": by_batch if len(by_batch) > 1 else None,
+        "skipped": skipped,
+        "datastores": {name: str(folder) for name, folder in stores.items()},
+        "seen": seen,
+    }
     write_report(run.path / "report.html", results, [dataclasses.asdict(row) for row in rows])
     run.finish(results)
     console = Console(width=None if sys.stdout.isatty() else TABLE_COLUMNS)
-    console.print(terminal_table(results, console.width))
+    for part in terminal_tables(results, console.width):
+        console.print(part, "")
     console.print(f"{run.path}/results.json, questions.jsonl, report.html", style="dim")
+
+
+def batch_sizes(options: Bench) -> list[int]:
+    """Return the batch sizes that are measured, each once."""
+    return list(dict.fromkeys(options.batch_size if isinstance(options.batch_size, list) else [options.batch_size]))
+
+
+def costs_on_gpu(target: TargetModel, drafter: Drafter, rows: Sequence[QuestionRow]) -> dict[str, float | None]:
+    """Compute what steps of a method read, and how near they come to the limit of the GPU."""
+    hardware = hardware_named(torch.cuda.get_device_name(target.device)) or {}
+    own = weight_bytes(target), weight_bytes(drafter), token_bytes(target)
+    return step_costs(rows, *own, hardware.get("bytes_per_s"))
 
 
 def seen_before(asked: Sequence[Question], target: TargetModel, drafters: Iterable[Drafter]) -> dict[str, list[str]]:
@@ -131,8 +156,12 @@ def check(options: Bench) -> None:
     for name in names(options.peers):
         if name not in BASELINES:
             raise UserError(f"peers={name} is unknown; choose among {', '.join(BASELINES)}")
-    if options.peers and options.batch_size != 1:
-        raise UserError(f"peers decode one prompt at a time, not batch_size={options.batch_size}; give batch_size=1")
+    if not batch_sizes(options):
+        raise UserError("batch_size=[] is empty; give a number of rows, or several such as [1,16,64]")
+    for size in batch_sizes(options):
+        check_whole("batch_size", size, 1)
+        if options.peers and size != 1:
+            raise UserError(f"peers decode one prompt at a time, not batch_size={size}; give batch_size=1")
     if options.method is not None and not registry.takes_all(options):
         raise UserError("method= measures one method with its options, methods= several; give one of them")
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -19,7 +20,10 @@ from spectrain.errors import UserError
 from spectrain.measure.baselines import BASELINES
 from spectrain.measure.benchmark import Benchmark
 from spectrain.measure.questions import STDLIB_CHARACTERS, read_questions
+from spectrain.measure.results import QuestionRow
+from spectrain.measure.traffic import token_bytes, weight_bytes
 from spectrain.methods.folders import artifact_kinds
+from spectrain.methods.pld import PromptLookup
 from spectrain.methods.registry import build_methods, method_config, method_configs, method_names
 from spectrain.stores.folder import locked
 from spectrain.stores.texts import STDLIB_HELD_OUT, is_held_out
@@ -78,6 +82,29 @@ def test_all_methods_are_measured_side_by_side_and_lossless(run, asked):
     for word in (*found["methods"], "spire"):
         assert word in page
         assert word in out
+
+
+def test_batch_sizes_are_measured_in_turn_and_compared_in_one_table(run, asked):
+    command = ("bench", asked, "out=b", "methods=[pld]", "max_new_tokens=12", "batch_size=[1,2,2]", "max_nodes=paper")
+    code, out, err = run(*command)
+    assert code == 0, err
+    found = results("b")
+    assert found["batch_size"] == [1, 2, 2]
+    assert list(found["by_batch"]) == ["1", "2"]
+    assert found["methods"] == found["by_batch"]["1"]
+    assert all(one["lossless"] for methods in found["by_batch"].values() for one in methods.values())
+    rows = question_rows("b")
+    assert Counter((row["batch_size"], row["method"]) for row in rows) == {
+        (size, name): 3 for size in (1, 2) for name in ("autoregressive", "pld")
+    }
+    plain = [row for row in rows if row["method"] == "autoregressive"]
+    steps = {size: sum(row["steps"] for row in plain if row["batch_size"] == size) for size in (1, 2)}
+    assert steps == {1: 33, 2: 22}  # three texts of eleven steps, two at a time
+    assert "batch 2" in out
+    (Path("b") / "results.json").unlink()
+    assert run(*command)[0] == 0
+    assert question_rows("b") == rows  # none was measured again
+    assert results("b")["by_batch"] == found["by_batch"]
 
 
 @pytest.mark.parametrize("batch_size", [1, 2])
@@ -255,6 +282,10 @@ def test_a_run_without_any_answer_is_not_finished(run, tmp_path):
         (["methods=[pld]", "+variants.x={method: y}", "methods=[x]"], "variants.x has method=y, which is unknown"),
         (["peers=[vllm]"], "peers=vllm is unknown; choose among hf_generate"),
         (["peers=[hf_generate]", "batch_size=4"], "give batch_size=1"),
+        (["peers=[hf_generate]", "batch_size=[1,4]"], "not batch_size=4"),
+        (["batch_size=[]"], "give a number of rows, or several such as [1,16,64]"),
+        (["batch_size=many"], "batch_size=many must be a whole number"),
+        (["batch_size=[1,0]"], "batch_size=[1, 0] must be"),
         (["methods=[pld]", "method=pld"], "method= measures one method with its options, methods= several"),
         (
             ["+variants.autoregressive={method: pld}"],
@@ -323,3 +354,13 @@ def test_questions_that_a_datastore_or_a_drafter_has_seen_are_said(run, stored, 
     code, _, err = run("bench", asked, "out=c", "methods=[speculative]", "drafter=v", "max_new_tokens=4")
     assert code == 0, err
     assert "1 of 2 questions stand in the text of v" in err
+
+
+def test_costs_of_steps_are_those_of_target_and_drafter_on_the_card_at_hand(opened, monkeypatch):
+    monkeypatch.setattr("torch.cuda.get_device_name", lambda device: "NVIDIA H100 80GB HBM3")
+    steps = {"target_forwards": 3, "steps": 3.0, "time_s": {"forward": 0.1}}
+    row = QuestionRow("q", "any", "pld", prompt_tokens=[10], replies=[[0] * 4], **steps)
+    failed = QuestionRow("r", "any", "pld", error="too long")
+    found = bench.costs_on_gpu(opened, PromptLookup(), [row, failed])
+    assert found["bytes_per_step"] == weight_bytes(opened) + 12 * token_bytes(opened)
+    assert found["bandwidth_share"] == pytest.approx(found["bytes_per_step"] * 3 / 0.1 / 3.35e12)

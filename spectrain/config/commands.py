@@ -153,7 +153,9 @@ class Bench(Artifacts, Built):
         one_of=("auto", "paper"),
     )
     verification: str = VERIFICATION
-    batch_size: int = option(1, "rows decoded together", least=1)
+    batch_size: Any = option(
+        1, "rows decoded together; of a list such as [1,16,64] each in turn, in one table", least=1
+    )
     seed: int = SEED
 
 

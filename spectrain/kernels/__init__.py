@@ -6,7 +6,7 @@
 from spectrain.kernels import reference
 from spectrain.kernels.cpu.candidates import first_by_noise, top_tokens
 from spectrain.kernels.cpu.judging import GOING, LENGTH, ROOM
-from spectrain.kernels.cpu.products import LEAST_OUTPUTS, multiplies, outruns_torch
+from spectrain.kernels.cpu.products import LEAST_OUTPUTS, multiplies, n_compiled, outruns_torch
 from spectrain.kernels.cpu.program import MOST_TOKENS, Program, Programs
 from spectrain.kernels.cpu.running import accept, draw, fits, move, product, reads, runner, warp, warp_and_draw, works
 from spectrain.kernels.cpu.warping import TEMPERATURE
@@ -30,6 +30,7 @@ __all__ = [
     "fits",
     "move",
     "multiplies",
+    "n_compiled",
     "outruns_torch",
     "padded",
     "product",

@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
+from logging import getLogger
 from types import SimpleNamespace
 
 import torch
@@ -18,11 +19,17 @@ from transformers import GenerationConfig, PreTrainedModel
 from transformers.utils import logging
 
 from spectrain.decoding import Generation, Sampling, TargetModel
+from spectrain.decoding.generation import Choices
+from spectrain.decoding.loading import first_line
 from spectrain.decoding.weights import to_dtype
 from spectrain.methods.pld import PromptLookup
 from spectrain.methods.speculative import Speculative
 
 BASELINES = ("hf_generate", "hf_prompt_lookup", "hf_assisted")
+# With a static cache transformers compiles the forward of a single token: `generate(cache_implementation="static")`.
+EAGER, COMPILED = "eager, dynamic cache", "compiled, static cache"
+
+log = getLogger(__name__)
 
 
 def build_baseline(
@@ -39,6 +46,10 @@ def build_baseline(
     """
     model = model or own_model(target)
     options, assistant = {}, None
+    if name == "hf_generate" and target.device.type == "cuda":
+        ways = {EAGER: {}, COMPILED: {"cache_implementation": "static"}}
+        generate = partial(generate_with_transformers, target, model)
+        return partial(fastest_of, {way: partial(generate, options=options) for way, options in ways.items()})
     if name == "hf_prompt_lookup":
         draft_tokens = min(lookup.draft_tokens, lookup.max_nodes - 1)
         options = {"prompt_lookup_num_tokens": draft_tokens, "max_matching_ngram_size": lookup.max_ngram}
@@ -51,6 +62,33 @@ def build_baseline(
             assistant_confidence_threshold=0.0,
         )
     return partial(generate_with_transformers, target, model, options=options, assistant=assistant)
+
+
+def fastest_of(
+    ways: dict[str, Callable[..., list[Generation]]],
+    prompts: Sequence[list[int]],
+    *arguments: object,
+    **options: object,
+) -> list[Generation]:
+    """Continue prompts in several ways. For each prompt the fastest one counts, and its `choices` name the way.
+
+    A way that fails, because it cannot run this model or nothing can be compiled here, is left out from then on.
+    """
+    found = {}
+    for way, decode in dict(ways).items():
+        try:
+            found[way] = decode(prompts, *arguments, **options)
+        except Exception as error:
+            if len(ways) == 1:
+                raise
+            log.warning("hf_generate is not measured %s: %s", way, first_line(error))
+            del ways[way]
+    fastest = []
+    for of_prompt in zip(*found.values(), strict=True):
+        way, generation = min(zip(found, of_prompt, strict=True), key=lambda pair: pair[1].elapsed_s)
+        generation.choices = [Choices(way, "fastest", None, max(1, generation.target_forwards))]
+        fastest.append(generation)
+    return fastest
 
 
 def own_model(target: TargetModel) -> PreTrainedModel:
@@ -78,11 +116,11 @@ def generate_with_transformers(
 ) -> list[Generation]:
     """Continue prompts one at a time by transformers' `generate`; arguments as of our own.
 
-    `model` is the target's, as `own_model` returns it. `options` are those of its GenerationConfig for prompt lookup,
-    `assistant` the draft model of assisted generation.
+    `model` is the target's, as `own_model` returns it. `options` are more of its GenerationConfig, `assistant` the
+    draft model of assisted generation.
     """
     sampling, options = sampling or Sampling(), dict(options or {})
-    drafts = bool(options) or assistant is not None
+    drafts = "prompt_lookup_num_tokens" in options or assistant is not None
     eos_ids = list(target.eos_ids if stop_token_ids is None else stop_token_ids)
     if not sampling.greedy:  # Hugging Face draws its own numbers, whatever `draws` says
         options |= {name: getattr(sampling, name) for name in ("temperature", "top_k", "top_p")}
@@ -105,19 +143,20 @@ def generate_with_transformers(
 def _continue(model: PreTrainedModel, prompt: list[int], seed: int, inputs: Mapping, drafts: bool) -> Generation:
     tokens, eos_ids = torch.tensor([prompt], device=model.device), inputs["generation_config"].eos_token_id or []
     emitted: list[int] = []  # what is put out: the prompt, then the tokens of each step
-    streamer = SimpleNamespace(put=lambda value: emitted.append(value.numel()), end=lambda: None)
+    if drafts:
+        inputs = {**inputs, "streamer": SimpleNamespace(put=lambda one: emitted.append(one.numel()), end=lambda: None)}
     devices = [model.device] if model.device.type == "cuda" else []
     began = time.perf_counter()
-    with torch.random.fork_rng(devices=devices), torch.inference_mode(), _observed(model) as fed:
+    with torch.random.fork_rng(devices=devices), _observed(model, drafts) as fed:
         torch.manual_seed(seed)
-        output = model.generate(tokens, attention_mask=torch.ones_like(tokens), streamer=streamer, **inputs)
+        output = model.generate(tokens, attention_mask=torch.ones_like(tokens), **inputs)
         new = output[0, len(prompt) :].tolist()
     elapsed_s = time.perf_counter() - began
     return Generation(
         tokens=new,
         finish_reason="eos" if new and new[-1] in eos_ids else "length",
         # The first forward reads the prompt. With a draft it verifies one as well, so it is a step like any other.
-        target_forwards=len(fed) if drafts else len(fed) - 1,
+        target_forwards=len(fed) if drafts else len(new) - 1,
         accepted=[count - 1 for count in emitted[1:]] if drafts else [],
         drafted=[fed[0] - len(prompt), *(count - 1 for count in fed[1:])] if drafts else [],
         elapsed_s=elapsed_s,
@@ -126,9 +165,10 @@ def _continue(model: PreTrainedModel, prompt: list[int], seed: int, inputs: Mapp
 
 
 @contextmanager
-def _observed(model: PreTrainedModel) -> Iterator[list[int]]:
-    """Yield a list that gets the number of tokens of each forward.
+def _observed(model: PreTrainedModel, forwards: bool) -> Iterator[list[int]]:
+    """Yield a list that gets the number of tokens of each forward, if these are asked for.
 
+    They are not where transformers compiles the forward, which a hook would split.
     Meanwhile the model's own generation defaults (a repetition penalty, say) stay out of the comparison, and
     transformers is silent: assisted generation warns about how it calls itself.
     """
@@ -137,13 +177,14 @@ def _observed(model: PreTrainedModel) -> Iterator[list[int]]:
     def note(module: PreTrainedModel, args: tuple, kwargs: dict) -> None:
         fed.append(kwargs["input_ids"].shape[1])
 
-    hook = model.register_forward_pre_hook(note, with_kwargs=True)
+    hook = model.register_forward_pre_hook(note, with_kwargs=True) if forwards else None
     before, model.generation_config = model.generation_config, GenerationConfig()
     verbosity = logging.get_verbosity()
     logging.set_verbosity_error()
     try:
         yield fed
     finally:
-        hook.remove()
+        if hook is not None:
+            hook.remove()
         logging.set_verbosity(verbosity)
         model.generation_config = before

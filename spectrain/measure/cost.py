@@ -32,6 +32,7 @@ from spectrain.decoding.modules import find_blocks, unsupported_layer_type
 from spectrain.errors import UserError, check_number, check_whole
 from spectrain.models.packages import target_path
 from spectrain.stores.environment import cpu_name
+from spectrain.stores.files import read_yaml
 from spectrain.training.spire import GUESSED_VOCAB
 
 BYTES_PER_VALUE = {"fp8": 1, "int8": 1, "fp16": 2, "bf16": 2, "tf32": 4, "fp32": 4}
@@ -306,6 +307,12 @@ def shape_of_numbers(option: str, given: Mapping[str, int], base: Shape | None =
     if missing := [name for name in needed if name not in values]:
         raise UserError(f"{option} has no {missing[0]}; a shape needs {', '.join(needed)}")
     return Shape(**values)
+
+
+def hardware_named(device: str) -> dict | None:
+    """Return the file of conf/hardware/ for a GPU whose name holds the one that the file gives; None: there is none."""
+    files = map(read_yaml, sorted((conf_dir() / "hardware").glob("*.yaml")))
+    return next((one for one in files if one["name"] in device), None)
 
 
 def read_hardware(node: Mapping | str | None, dtype: str | None = None) -> Hardware:

@@ -108,7 +108,7 @@ def bars(panels: Mapping[str, Mapping[str, Mapping]], colours: Mapping[str, str]
     """Draw horizontal bars with 95 % intervals and numbers, and a dashed line at 1, plain decoding.
 
     Args:
-        panels: title -> name -> estimate. All panels have the same names.
+        panels: title -> name -> estimate, or `why` there is none. All panels have the same names.
         colours: by name.
         n_columns: of the grid of panels.
     """
@@ -124,7 +124,7 @@ def bars(panels: Mapping[str, Mapping[str, Mapping]], colours: Mapping[str, str]
             ax.barh(y, value or 0.0, 0.72, color=colours[name])
             if None not in (low, high):
                 ax.plot((low, high), (y, y), color=INK, linewidth=1.0)
-            text = "not measured" if value is None else f"{value:.2f}"
+            text = one.get("why") or "not measured" if value is None else f"{value:.2f}"
             ax.text(max(value or 0.0, min(high or 0.0, end)) + 0.02 * end, y, text, va="center", fontsize=8)
         ax.axvline(1.0, color=INK, linewidth=0.8, linestyle=(0, (4, 3)))
         ax.set_yticks(range(len(panel)), [shortened(name) if i % n_columns == 0 else "" for name in panel])
@@ -176,6 +176,8 @@ def benchmark_figures(methods: Mapping[str, Mapping]) -> dict[str, Figure]:
     names, colours = ordered(methods), colours_of(methods)
     measures = {"speedup over autoregressive decoding": "speedup", TAU_AXIS: "mean_accepted"}
     panels = {title: {n: estimate_of(methods[n], measure) for n in names} for title, measure in measures.items()}
+    for name, one in next(iter(panels.values())).items():
+        one["why"] = methods[name].get("no_speedup")
     positions = []
     for name in names:
         rates = (methods[name].get("acceptance_by_position") or [])[:MAX_POSITIONS]

@@ -73,14 +73,16 @@ class Run:
 
 def write_report(path: Path, results: Mapping, rows: Sequence[Mapping]) -> None:
     """Write the page of one benchmark from its results.json and questions.jsonl."""
-    section = benchmark_section(f"Speculative decoding on {results.get('target', 'a target')}", results, rows)
-    write_whole(path, render(section.title, [section]))
+    title = f"Speculative decoding on {results.get('target', 'a target')}"
+    write_whole(path, render(title, benchmark_sections(title, results, rows)))
 
 
 def render(title: str, sections: Sequence[Section], left_out: Mapping[str, str] = {}, about: str = "") -> str:
     """Fill the template. `about` says what the page shows, `left_out` is what could not be read, with the reason."""
     template = environment().get_template("report.html")
-    return template.render(title=title, sections=sections, left_out=left_out, about=about, generator=GENERATOR)
+    return template.render(
+        title=title, sections=sections, left_out=left_out, about=about, generator=GENERATOR, cells=f"{tables.CELLS}."
+    )
 
 
 @cache
@@ -93,6 +95,18 @@ def environment() -> Environment:
 
 
 # Benchmarks
+
+
+def benchmark_sections(title: str, results: Mapping, rows: Sequence[Mapping] = ()) -> list[Section]:
+    """Describe a benchmark by its files, in one section per batch size; the first one compares them."""
+    batches, sections = tables.batches_of(results), []
+    for size, methods in batches.items():
+        name = f"{title}, batch {size}" if len(batches) > 1 else title
+        own = [row for row in rows if str(row.get("batch_size", size)) == size]
+        sections.append(benchmark_section(name, {**results, "methods": methods, "batch_size": size}, own))
+    compared = unless_empty(tables.batches_table(batches))
+    sections[0].parts = {"Batch sizes and lengths of prompts": compared} | sections[0].parts
+    return sections
 
 
 def benchmark_section(title: str, results: Mapping, rows: Sequence[Mapping] = ()) -> Section:
@@ -109,6 +123,9 @@ def benchmark_section(title: str, results: Mapping, rows: Sequence[Mapping] = ()
         faster = best["speedup"] > 1
         said = "The fastest method was" if faster else "No method was faster than plain decoding; next came"
         summary.append(f"{said} {fastest}: {gain} times plain decoding, tau {tau}.")
+    idle = [name for name in own if methods[name].get("no_speedup")]
+    if idle:
+        summary.append(f"These drafted in fewer than 5 % of their steps, so they have no speedup: {', '.join(idle)}.")
     judged = [methods[name]["lossless"] for name in own if methods[name].get("lossless") is not None]
     if judged and all(judged):
         summary.append("Every method wrote the text of plain decoding, token by token.")
@@ -314,7 +331,8 @@ def sections_below(roots: Sequence[Path]) -> tuple[list[Section], dict[str, str]
                 file = folder / "questions.jsonl"
                 rows = list(read_lines(file)) if file.is_file() else []
                 unfinished = Section(run.name, "benchmark", outcome=f"unfinished: {len(rows)} answers so far")
-                sections[folder] = benchmark_section(run.name, run.result, rows) if run.result else unfinished
+                found = benchmark_sections(run.name, run.result, rows) if run.result else [unfinished]
+                sections |= {folder / str(number): one for number, one in enumerate(found)}
             if (folder / "cost.json").is_file():
                 run = Run(folder.name, folder, {"kind": "cost"}, read_json(folder / "cost.json"))
                 sections[folder] = cost_section(run)

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import zip_longest
 
 import numpy as np
@@ -21,6 +22,12 @@ from spectrain.methods.budget import AUTO
 from spectrain.methods.registry import BASELINE
 from spectrain.stores.prompts import Question
 
+CONTEXTS = (256, 1024, 4096)  # tokens of a prompt up to which answers are grouped
+LONGER = "longer"
+NEVER_DRAFT = (BASELINE, "hf_generate")
+LEAST_DRAFTED = 0.05  # of the steps; who drafts in fewer has another's speed
+DID_NOT_DRAFT = "did not draft"
+
 
 @dataclass(frozen=True)
 class QuestionRow:
@@ -30,12 +37,14 @@ class QuestionRow:
     category: str
     method: str
     error: str | None = None  # why there is no answer; the numbers are then empty
+    batch_size: int = 1
     turns: int = 0
     prompt_tokens: list[int] = field(default_factory=list)  # of each turn
     replies: list[list[int]] = field(default_factory=list)  # token ids of each turn
     text: list[str] = field(default_factory=list)
     finish_reasons: list[str] = field(default_factory=list)
     target_forwards: int = 0  # after prefill
+    steps: float = 0.0  # its share of the steps of its batch: the same at batch size 1
     accepted: list[int] = field(default_factory=list)  # drafted tokens accepted in each step
     drafted: list[int] = field(default_factory=list)  # nodes drafted in each step
     drafted_by_source: dict[str, int] = field(default_factory=dict)
@@ -47,14 +56,21 @@ class QuestionRow:
     time_s: dict[str, float] = field(default_factory=dict)  # by stage
     seconds: float = 0.0  # all of it
     peak_memory_bytes: int = 0
+    prepared: int = 0  # how often something was compiled, recorded or timed during the answer
 
     @property
     def n_tokens(self) -> int:
         return sum(map(len, self.replies))
 
+    @property
+    def context(self) -> str:
+        """The first of CONTEXTS that its longest prompt fits into."""
+        longest = max(self.prompt_tokens, default=0)
+        return next((str(tokens) for tokens in CONTEXTS if longest <= tokens), LONGER)
 
-def failed_row(question: Question, method: str, error: Exception) -> QuestionRow:
-    return QuestionRow(question.id, question.category, method, f"{type(error).__name__}: {error}")
+
+def failed_row(question: Question, method: str, error: str) -> QuestionRow:
+    return QuestionRow(question.id, question.category, method, error)
 
 
 def question_row(
@@ -64,6 +80,7 @@ def question_row(
     replies: Sequence[Generation],
     decode: Callable[[list[int]], str],
     peak_memory_bytes: int,
+    steps: float = 0.0,
 ) -> QuestionRow:
     """Add up the replies of a method to the prompts of all turns of a question. `decode` makes text of tokens."""
     return QuestionRow(
@@ -76,6 +93,7 @@ def question_row(
         text=[decode(g.tokens) for g in replies],
         finish_reasons=[g.finish_reason for g in replies],
         target_forwards=sum(g.target_forwards for g in replies),
+        steps=steps,
         accepted=[n for g in replies for n in g.accepted],
         drafted=[n for g in replies for n in g.drafted],
         drafted_by_source=_by_source(_summed(g.drafted_by_source for g in replies)),
@@ -117,21 +135,32 @@ def summarise(
         mismatches = sum(r.replies != plain[r.question_id].replies for r in compared)
         alike = greedy or (shares_noise and kind == "method")
         judged = alike and float32 and own and len(compared) == len(own)
-        categories = dict.fromkeys(r.category for r in own)
+        measures = partial(_measures, plain=plain, drafts=name not in NEVER_DRAFT)
+        ran = shares_of([one for r in own for one in r.choices])
         summary[name] = {
-            **_measures(own, plain),
+            **measures(own),
             "kind": kind,
             **(_steps(own) if kind == "method" else dict.fromkeys(_steps([]))),
+            "ran": ran,
             "errors": sum(r.method == name and r.error is not None for r in rows),
             "greedy_mismatches": mismatches if alike else None,
             "lossless": mismatches == 0 if judged else None,
-            "by_category": {c: _measures([r for r in own if r.category == c], plain) for c in categories},
+            **{
+                f"by_{what}": {
+                    value: measures([r for r in own if getattr(r, what) == value])
+                    for value in dict.fromkeys(getattr(r, what) for r in own)
+                }
+                for what in ("category", "context")
+            },
         }
     return summary
 
 
-def _measures(rows: Sequence[QuestionRow], plain: Mapping[str, QuestionRow]) -> dict:
-    """Compute what methods and baselines have in common, over the questions that they answered."""
+def _measures(rows: Sequence[QuestionRow], plain: Mapping[str, QuestionRow], drafts: bool) -> dict:
+    """Compute what methods and baselines have in common, over the questions that they answered.
+
+    One that should draft and hardly did has no speedup: it decoded plainly, and a difference would not be its own.
+    """
     pairs = [(r, plain[r.question_id]) for r in rows if r.question_id in plain]
     counts = [(r.n_tokens, r.seconds, p.n_tokens, p.seconds) for r, p in pairs]
     tokens, seconds, forwards = [r.n_tokens for r in rows], [r.seconds for r in rows], [r.target_forwards for r in rows]
@@ -150,7 +179,10 @@ def _measures(rows: Sequence[QuestionRow], plain: Mapping[str, QuestionRow]) -> 
     for name, estimate in estimates.items():
         found[name], low, high = estimate.as_json().values()
         found[f"{name}_ci95"] = None if low is None else [low, high]
-    return found
+    steps = [n > 0 for r in rows for n in r.drafted]
+    if drafts and sum(steps) < LEAST_DRAFTED * len(steps):
+        return found | {"speedup": None, "speedup_ci95": None, "no_speedup": DID_NOT_DRAFT}
+    return found | {"no_speedup": None}
 
 
 def _steps(rows: Sequence[QuestionRow]) -> dict:
@@ -179,7 +211,6 @@ def _steps(rows: Sequence[QuestionRow]) -> dict:
         "discard_rate": (n_drafted - n_accepted) / tokens if tokens else None,
         "verification_rate": forwards / tokens if tokens else None,
         "retrieval_hit_rate": sum(r.retrieval_hits for r in rows) / forwards if forwards and looks_up else None,
-        "ran": shares_of([one for r in rows for one in r.choices]),
     }
 
 

@@ -12,13 +12,11 @@ from dataclasses import asdict
 
 import torch
 
-from spectrain.config import conf_dir
 from spectrain.config.commands import Hardware as HardwareOptions
 from spectrain.errors import UserError
-from spectrain.measure.cost import fastest_depth, read_hardware
+from spectrain.measure.cost import fastest_depth, hardware_named, read_hardware
 from spectrain.measure.plan import Machine, Outline, Plan, plan_of
 from spectrain.models.packages import dtype_of
-from spectrain.stores.files import read_yaml
 from spectrain.training.sources import contexts_of
 from spectrain.training.strategies import planned_ranks, precision_of, ranks_of_torchrun, uses_gpu
 
@@ -98,8 +96,8 @@ def _machine(config: Mapping) -> Machine:
 
 def _here(on_gpu: bool) -> dict:
     """Return the file of conf/hardware/ that describes this machine; of an unknown GPU that of an H100."""
-    files = {file.stem: read_yaml(file) for file in sorted((conf_dir() / "hardware").glob("*.yaml"))}
     device = torch.cuda.get_device_name() if torch.cuda.is_available() else ""
-    known = (one for one in files.values() if on_gpu and one["name"] in device)
-    assumed = files["cpu"] if not on_gpu else files["h100"] | {"name": f"{device or 'GPU'} as an H100"}
-    return asdict(HardwareOptions()) | next(known, assumed)
+    found = hardware_named(device) if on_gpu else hardware_named("this CPU")
+    if found is None:
+        found = hardware_named("H100") | {"name": f"{device or 'GPU'} as an H100"}
+    return asdict(HardwareOptions()) | found

@@ -19,12 +19,25 @@ from rich.text import Text
 
 from spectrain.measure.cost import Hardware, speedup_by_depth, tau_of_depth
 from spectrain.measure.plan import Machine, Plan
+from spectrain.measure.results import CONTEXTS, DID_NOT_DRAFT, LONGER
 from spectrain.methods.registry import BASELINE
 
 MISSING = "–"
-NUMBER = re.compile(rf"[-+]?[\d.]|{MISSING}|$")  # how a cell begins that is no word
+NUMBER = re.compile(rf"[-+]?[\d.]|{MISSING}|did not|$")  # how a cell begins that is no word
 STAGES = ("forward", "draft", "verify", "commit", "other")
 NARROW_TERMINAL = ["method", "answers", "tau", "tokens/s", "speedup", "acceptance", "lossless"]  # fit into 80 columns
+OF_GPU = ["ms outside forward", "read per step", "of limit"]
+# Speedups by batch size that papers give: those of CELLS.
+OF_PAPERS = {
+    "spire": {1: "1.75, 1.86, 2.18", 16: "2.17, 2.61, 2.89", 64: "2.61, 2.89, 2.99"},
+    "magicdec": {1: "0.81, 0.90, 1.20", 16: "1.19, 1.77, 2.28", 64: "1.76, 2.28, 2.50"},
+    "speculative": {1: "1.73, 1.65, 1.51", 16: "1.51, 1.39, 1.34", 64: "1.39, 1.34, 1.33"},
+    "sssd": {1: "2.05 to 2.61", 64: "1.37 to 1.80"},
+}
+CELLS = (
+    "Tokens/s by length of the prompt, and in brackets the speedup over plain decoding at the same batch size. "
+    "In papers: SPIRe's Figure 4, which is modelled, at 256, 1,024 and 4,096 tokens; SSSD's section 4.4, measured"
+)
 
 
 def number(value: object) -> float | None:
@@ -120,9 +133,11 @@ def ordered(methods: Mapping[str, Mapping]) -> list[str]:
 
 
 def methods_table(methods: Mapping[str, Mapping]) -> DataFrame:
-    """Make a table with one row per method, fastest first."""
+    """Make a table with one row per method, fastest first. On a GPU the time outside the forward is in milliseconds."""
     names = ordered(methods)
-    return table_of((method_row(name, methods[name]) for name in names), names)
+    frame = table_of((method_row(name, methods[name]) for name in names), names)
+    on_gpu = any(number(one.get("outside_forward_ms")) is not None for one in methods.values())
+    return frame.drop(columns="outside forward" if on_gpu else OF_GPU)
 
 
 def method_row(name: str, one: Mapping) -> dict[str, str]:
@@ -135,26 +150,75 @@ def method_row(name: str, one: Mapping) -> dict[str, str]:
         "answers": f"{answered}/{answered + failed}" if failed else str(answered),
         "tau": plus_minus(estimate_of(one, "mean_accepted"), 2),
         "tokens/s": plus_minus(estimate_of(one, "tokens_per_s_micro"), 1),
-        "speedup": interval(estimate_of(one, "speedup"), 2),
+        "speedup": one.get("no_speedup") or interval(estimate_of(one, "speedup"), 2),
         "acceptance": percent(accepted / drafted if drafted and accepted is not None else None),
         "outside forward": percent(None if forward is None else 1.0 - forward),
         "retrieval hits": percent(one.get("retrieval_hit_rate")),
         "lossless": "reference" if name == BASELINE else lossless,
         "peak memory": size(one.get("peak_memory_bytes")),
+        "ms outside forward": fixed(one.get("outside_forward_ms"), 2),
+        "read per step": size(one.get("bytes_per_step")),
+        "of limit": percent(one.get("bandwidth_share"), 0),
     }
 
 
-def terminal_table(results: Mapping, width: int = 100) -> Table:
-    """Make the table of a benchmark for a terminal; what failed or was skipped is listed below it."""
+def batches_of(results: Mapping) -> dict[str, Mapping[str, Mapping]]:
+    """Return `methods` of each batch size, of which results.json may have one or several."""
+    return results.get("by_batch") or {str(results.get("batch_size", 1)): results["methods"]}
+
+
+def terminal_tables(results: Mapping, width: int = 100) -> list[Table]:
+    """Make the tables of a benchmark for a terminal: of each batch size, and of all of them if there is more to see."""
+    batches = batches_of(results)
+    tables = [
+        terminal_table({**results, "methods": methods}, width, f"batch {size}" if len(batches) > 1 else None)
+        for size, methods in batches.items()
+    ]
+    compared = batches_table(batches)
+    return tables if compared.empty else [*tables, for_terminal(compared, [f"{CELLS}."])]
+
+
+def terminal_table(results: Mapping, width: int = 100, title: str | None = None) -> Table:
+    """Make the table of one batch size for a terminal; what failed or was skipped is listed below it."""
     methods = results["methods"]
     frame = methods_table(methods)
-    frame = frame[list(frame)[:9]] if width >= 100 else frame[NARROW_TERMINAL]
+    of_gpu = [name for name in OF_GPU if name in frame]
+    wide = [*(name for name in NARROW_TERMINAL if name != "answers"), *of_gpu] if of_gpu else list(frame)[:9]
+    frame = frame[wide if width >= 100 else NARROW_TERMINAL]
     for column in ("tokens/s", "speedup"):
-        frame[column] = [cell.split(" ")[0] for cell in frame[column]]
+        frame[column] = ["did not\ndraft" if c == DID_NOT_DRAFT else c.split(" ")[0] for c in frame[column]]
     notes = [f"{name}: {n} failed" for name, one in methods.items() if (n := one.get("errors"))]
     notes += [f"{name}: {one['warning']}" for name, one in methods.items() if one.get("warning")]
+    notes += [
+        f"{name}: {way} in {percent(of['share'], 0)} of its steps, the faster one"
+        for name, one in methods.items()
+        for way, of in ((one.get("ran") or {}) if one.get("kind") == "peer" else {}).items()
+    ]
     notes += [f"skipped {name}: {reason}" for name, reason in (results.get("skipped") or {}).items()]
-    return for_terminal(frame, notes, dim=BASELINE)
+    table = for_terminal(frame, notes, dim=BASELINE)
+    table.title, table.title_justify = title, "left"
+    return table
+
+
+def batches_table(batches: Mapping[str, Mapping[str, Mapping]]) -> DataFrame:
+    """Make a table of tokens/s and speedup, one row per method and batch size, one column per length of the prompts.
+
+    It is empty where there is one of each.
+    """
+    there = {c for methods in batches.values() for one in methods.values() for c in one.get("by_context") or {}}
+    contexts, rows = [c for c in (*map(str, CONTEXTS), LONGER) if c in there], []
+    if len(batches) * len(contexts) <= 1:
+        return table_of([])
+    for name in next(iter(batches.values())):
+        for size, methods in batches.items():
+            row = {"method": name, "batch": size}
+            for context in contexts:
+                one = (methods[name].get("by_context") or {}).get(context) or {}
+                gain = one.get("no_speedup") or fixed(one.get("speedup"), 2)
+                title = f"over {CONTEXTS[-1]:,} tokens" if context == LONGER else f"to {int(context):,} tokens"
+                row[title] = f"{fixed(one['tokens_per_s_micro'], 0)} ({gain})" if one else MISSING
+            rows.append(row | {"in its paper": OF_PAPERS.get(name, {}).get(int(size), MISSING)})
+    return table_of(rows)
 
 
 def sources_table(methods: Mapping[str, Mapping]) -> DataFrame:
@@ -182,7 +246,10 @@ def categories_table(methods: Mapping[str, Mapping]) -> DataFrame:
     rows = []
     for name in ordered(methods) if len(categories) > 1 else ():
         found = {c: (methods[name].get("by_category") or {}).get(c) or {} for c in categories}
-        cells = {c: f"{fixed(x.get('speedup'), 2)} ({fixed(x.get('mean_accepted'), 2)})" for c, x in found.items()}
+        cells = {
+            c: f"{x.get('no_speedup') or fixed(x.get('speedup'), 2)} ({fixed(x.get('mean_accepted'), 2)})"
+            for c, x in found.items()
+        }
         rows.append({"method": name} | cells)
     return table_of(rows)
 

@@ -213,6 +213,11 @@ class Table:
             log.warning("%s could not be written (%s); steps are timed again next time", self.file, error)
 
 
+def n_timed(target: TargetModel) -> int:
+    """Count what was timed of this target, or read from its file."""
+    return sum(len(table.seconds) for table in _of_process.get(target.model, {}).values())
+
+
 def machine_of(target: TargetModel) -> dict[str, object]:
     """Return what seconds depend on: device, dtype, number of threads, engine."""
     device = target.device

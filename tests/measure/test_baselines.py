@@ -1,12 +1,23 @@
 """Our loop and Hugging Face's own generation are called alike, with equal greedy texts."""
 
 import copy
+from types import SimpleNamespace
 
 import pytest
 import torch
+from transformers import CompileConfig
 
-from spectrain.decoding import Sampling, TargetModel, generate
-from spectrain.measure.baselines import BASELINES, build_baseline
+from spectrain.decoding import Generation, Sampling, TargetModel, generate
+from spectrain.measure.baselines import (
+    BASELINES,
+    COMPILED,
+    EAGER,
+    build_baseline,
+    fastest_of,
+    generate_with_transformers,
+    own_model,
+)
+from spectrain.measure.benchmark import preparations
 from spectrain.methods.autoregressive import Autoregressive
 from spectrain.methods.pld import PromptLookup
 from spectrain.methods.speculative import Speculative
@@ -60,3 +71,37 @@ def test_baselines_sample_reproducibly_and_leave_the_global_generator_alone(targ
     texts = [decode(prompts, 20, sampling, prompt_numbers=[n])[0].tokens for n in (0, 0, 1)]
     assert texts[0] == texts[1] != texts[2]
     assert torch.equal(before, torch.get_rng_state())
+
+
+def test_with_a_static_cache_one_forward_is_compiled_for_all_prompts(target):
+    """As on a GPU, with another backend; a hook that counts forwards would be compiled apart."""
+    compiling = CompileConfig(backend="eager", mode=None)
+    compiling._compile_all_devices = True
+    options = {"cache_implementation": "static", "compile_config": compiling}
+    prompts, before = random_prompts([30, 9, 17]), preparations(target)
+    model = own_model(target)
+    for prompt in prompts:
+        (found,) = generate_with_transformers(target, model, [prompt], 20, options=options)
+        assert found.tokens == generate(target, Autoregressive(), [prompt], 20)[0].tokens
+        assert (found.drafted, found.target_forwards) == ([], len(found.tokens) - 1)
+        assert preparations(target) == before + 1
+
+
+def test_on_a_gpu_the_faster_way_counts_and_is_named_and_one_that_fails_is_left_out(target):
+    def way(*seconds: float):
+        return lambda prompts, n: [Generation(tokens=[1] * n, target_forwards=n - 1, elapsed_s=s) for s in seconds]
+
+    def broken(prompts, n):
+        raise RuntimeError("no compiler")
+
+    on_gpu = SimpleNamespace(device=torch.device("cuda"), model=target.model, dtype=target.dtype)
+    (ways,) = build_baseline("hf_generate", on_gpu).args
+    assert [one.keywords["options"] for one in ways.values()] == [{}, {"cache_implementation": "static"}]
+    ways = dict(zip([*ways, "broken"], (way(1.0, 2.0), way(3.0, 0.5), broken), strict=True))
+    for _ in range(2):
+        found = fastest_of(ways, [[1], [2]], 4)
+        chosen = [(g.elapsed_s, g.choices[0].method, g.choices[0].steps) for g in found]
+        assert chosen == [(1.0, EAGER, 3), (0.5, COMPILED, 3)]
+        assert list(ways) == [EAGER, COMPILED]
+    with pytest.raises(RuntimeError, match="no compiler"):
+        fastest_of({"broken": broken}, [[1]], 4)

@@ -1,10 +1,12 @@
 """Methods take turns on each question; turns of a conversation follow one another; failures stay where they are."""
 
 import gc
+from dataclasses import replace
 
 import pytest
 
 from spectrain.decoding import TargetModel, generate
+from spectrain.kernels import Graphs
 from spectrain.measure.benchmark import Benchmark
 from spectrain.methods.autoregressive import Autoregressive
 from spectrain.stores.prompts import Question
@@ -144,3 +146,56 @@ def test_answers_are_not_interrupted_by_a_search_for_garbage_in_what_was_loaded_
     assert len(answers) == 2
     assert min(answers) > 10_000
     assert gc.get_freeze_count() == 0
+
+
+class Recording(Recorder):
+    """Records a graph in its first `n` answers, as a shape does that was not prepared."""
+
+    def __init__(self, *arguments, n: int):
+        super().__init__(*arguments)
+        self.left, self.graphs = n, Graphs(record=lambda function: function)
+
+    def __call__(self, prompts, *arguments, **options):
+        self.left -= 1
+        for _ in range(2 if self.left >= 0 else 0):  # the second call with a key records
+            self.graphs.run(self.left, lambda: None)
+        return super().__call__(prompts, *arguments, **options)
+
+
+@pytest.mark.parametrize("strict", [True, False])
+def test_an_answer_in_which_a_graph_is_recorded_fails_on_a_gpu_and_is_noted_elsewhere(target, strict):
+    decoders = {"a": Recording("a", [], target, n=1)}
+    bench = replace(benchmark(target, questions(2), decoders), strict=strict)
+    (first,), (second,) = bench.groups(set())
+    assert (first.prepared, second.prepared, second.error) == (1, 0, None)
+    assert (first.error or "").startswith("compiled inside the answer; 1 ") == strict
+    assert bool(first.replies) != strict
+
+
+def test_a_strict_benchmark_warms_up_with_the_longest_that_fit_until_nothing_is_prepared(target):
+    def long_ids(asked: Question, replies) -> list[int]:
+        return [5] * len(asked.turns[0])
+
+    calls, asked = [], [question(str(n), "x" * n) for n in (3, 7, 300, 5, 4)]
+    decoders = {"a": Recording("a", calls, target, n=3)}
+    Benchmark(target, decoders, asked, long_ids, 50, batch_size=2, strict=True).warm_up()
+    assert calls == [("a", [64, 192], 50)] * 4  # all 50 tokens of the two longest, without the one that is too long
+
+
+def test_no_group_is_smaller_than_a_batch_if_there_are_several(target):
+    for n, sizes in ((9, [9]), (10, [8, 2]), (17, [8, 9]), (1, [1])):
+        todo = benchmark(target, questions(n), {"a": None}, batch_size=2).todo(set())
+        assert [len(numbers) for _, numbers in todo] == sizes
+
+
+def test_batch_sizes_share_a_file_and_each_is_measured_once(target, tmp_path):
+    file, calls = tmp_path / "questions.jsonl", []
+    decoders = {"a": Recorder("a", calls, target, poison=6)}  # the question of the number 6 fails
+    for size in (1, 2, 1):
+        bench = Benchmark(target, decoders, questions(2), ids, 4, size)
+        rows = bench.run(file)
+    assert [(row.batch_size, row.question_id, row.error is None) for row in rows] == [
+        *[(1, "q0", True), (2, "q0", False), (2, "q1", False)],
+        (1, "q1", False),  # again
+    ]
+    assert rows[0].steps == rows[0].target_forwards == 3

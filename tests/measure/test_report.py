@@ -12,7 +12,17 @@ import yaml
 from rich.console import Console
 
 from spectrain.measure.report import write_report
-from spectrain.measure.tables import fixed, interval, plus_minus, terminal_table
+from spectrain.measure.tables import (
+    OF_PAPERS,
+    as_markdown,
+    batches_table,
+    fixed,
+    interval,
+    methods_table,
+    plus_minus,
+    terminal_table,
+    terminal_tables,
+)
 
 EVIL = "<script>alert(1)</script> & co"
 
@@ -21,9 +31,9 @@ def estimate(value: float, half: float = 0.25) -> dict:
     return {"value": value, "low": value - half, "high": value + half}
 
 
-def method(speedup: float, **more) -> dict:
+def method(gain: float, **more) -> dict:
     own = {"kind": "method", "questions": 8, "errors": 0, "target_forwards": 100, "drafted": 200, "accepted": 150}
-    for name, value in {"mean_accepted": 2.5, "tokens_per_s_micro": 1234.5, "speedup": speedup}.items():
+    for name, value in {"mean_accepted": 2.5, "tokens_per_s_micro": 1234.5, "speedup": gain}.items():
         own |= {name: value, f"{name}_ci95": [value - 0.25, value + 0.25]}
     own |= {"time_share": {"forward": 0.8, "draft": 0.15, "verify": 0.05}, "acceptance_by_position": [0.9, 0.5]}
     own |= {"acceptance_by_source": {"input": {"drafted": 200, "accepted": 150}}, "lossless": True}
@@ -89,6 +99,61 @@ def test_the_terminals_table_fits_and_keeps_every_number():
         text = console.export_text()
         assert all(word in text for word in ("1.50", "1,234.5", "8/9", "no (3)", "rest: 1 failed"))
         assert max(map(len, text.splitlines())) <= width
+
+
+IDLE = method(1.0, speedup=None, speedup_ci95=None, no_speedup="did not draft")
+
+
+def method_table(autoregressive: dict, spire: dict, **more) -> str:
+    console = Console(width=100, record=True, file=open("/dev/null", "w"))  # noqa: SIM115
+    console.print(*terminal_tables({"methods": {"autoregressive": autoregressive, "spire": spire}, **more}))
+    return console.export_text()
+
+
+def test_what_did_not_draft_has_no_speedup_on_terminal_page_and_in_markdown(tmp_path):
+    methods = {**RESULTS["methods"], "pld": IDLE, "spire": IDLE}
+    write_report(tmp_path / "report.html", RESULTS | {"methods": methods}, ROWS)
+    page = Page((tmp_path / "report.html").read_text())
+    assert page.texts.count("did not draft") == 2 + 2  # in the table and the figure
+    assert "The fastest method was rest" in page.text
+    assert "fewer than 5 % of their steps, so they have no speedup: pld, spire." in page.text
+    assert "| did not draft |" in as_markdown(methods_table(methods))
+    text = method_table(method(1.0), IDLE)
+    assert "did not" in text
+    assert max(map(len, text.splitlines())) <= 100
+
+
+def test_what_a_step_reads_is_shown_where_a_gpu_was_measured():
+    assert "limit" not in method_table(method(1.0), method(2.0))
+    costs = {"outside_forward_ms": 0.125, "bytes_per_step": 3 * 2**30, "bandwidth_share": 0.712}
+    text = method_table(method(1.0), method(2.0, **costs))
+    assert all(word in text for word in ("limit", "0.12", "3.00 GiB", "71 %", "yes", "autoregressive"))
+    ways = {"compiled, static cache": {"share": 1.0, "why": {"fastest": 1.0}, "speed": None}}
+    text = method_table(method(1.0), method(2.0, kind="peer", ran=ways))
+    assert "spire: compiled, static cache in 100 % of its steps" in text
+
+
+def test_batch_sizes_stand_in_one_table_beside_the_papers(tmp_path):
+    spire = method(1.5, by_context={"256": method(2.0), "longer": IDLE})
+    by_batch = {size: {"autoregressive": method(1.0), "spire": spire} for size in ("1", "64")}
+    table, cells = batches_table(by_batch), ("1,234 (2.00)", "1,234 (did not draft)")
+    assert list(table) == ["method", "batch", "to 256 tokens", "over 4,096 tokens", "in its paper"]
+    assert [*table.itertuples(index=False, name=None)][2:] == [
+        ("spire", "1", *cells, "1.75, 1.86, 2.18"),
+        ("spire", "64", *cells, "2.61, 2.89, 2.99"),
+    ]
+    assert batches_table({"1": by_batch["1"] | {"spire": method(1.0, by_context={"256": IDLE})}}).empty
+    figure_4 = json.loads((Path(__file__).parent / "spire_figure4.json").read_text())
+    for name, values in figure_4.items():  # [batch 1, 2, 4, ..][32, 64, 128, .. tokens]
+        of_paper = {size: ", ".join(values[row][c] for c in (3, 5, 7)) for size, row in {1: 0, 16: 4, 64: 6}.items()}
+        assert OF_PAPERS["speculative" if name == "vanilla" else name] == of_paper
+    results = RESULTS | {"methods": by_batch["1"], "by_batch": by_batch}
+    write_report(tmp_path / "report.html", results, [{"batch_size": 64, "method": "spire", "error": "too much"}])
+    page, text = Page((tmp_path / "report.html").read_text()), method_table(**by_batch["1"], by_batch=by_batch)
+    for words in ("Speculative decoding on org/model, batch 64", "Tokens/s by length of the prompt", "too much"):
+        assert words in page.text
+    assert page.text.rindex("org/model, batch 64") < page.text.index("too much")
+    assert all(words in text for words in ("batch 1", "batch 64", "1.75, 1.86, 2.18"))
 
 
 @pytest.mark.parametrize("value", [None, float("nan"), float("inf"), "much"])

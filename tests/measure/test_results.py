@@ -161,3 +161,25 @@ def test_what_was_chosen_is_added_up_over_turns_and_questions():
             "pld": {"share": 1 / 8, "why": {"first": 1.0}, "speed": None},
         }
     assert summarise([row("pld", "a", turn())], {"pld": "method"}, True, True)["pld"]["ran"] is None
+
+
+def test_a_method_that_drafts_in_fewer_than_5_percent_of_its_steps_has_no_speedup():
+    drafted = {"no": [3] + [0] * 20, "yes": [3] + [0] * 19, "hf_generate": [], "hf_prompt_lookup": [0] * 21}
+    steps = {name: turn(drafted=drafted[name], accepted=[0] * len(drafted[name])) for name in drafted}
+    rows = [*ROWS[:2], *(row(name, "a", one) for name, one in steps.items())]
+    found = summarise(rows, dict.fromkeys([BASELINE, *drafted], "method"), True, True)
+    for name in ("no", "hf_prompt_lookup"):
+        assert (found[name]["speedup"], found[name]["speedup_ci95"]) == (None, None), name
+        assert found[name]["no_speedup"] == found[name]["by_category"]["maths"]["no_speedup"] == "did not draft"
+        assert found[name]["tokens_per_s_micro"] == pytest.approx(3)
+    for name, speedup in {BASELINE: 1.0, "yes": 2.0, "hf_generate": 2.0}.items():
+        assert (found[name]["speedup"], found[name]["no_speedup"]) == (pytest.approx(speedup), None)
+
+
+def test_answers_are_grouped_by_the_longest_prompt():
+    lengths = {"a": [256], "b": [10, 257], "c": [4096], "d": [4097]}
+    rows = [replace(row("lookup", name, turn()), prompt_tokens=tokens) for name, tokens in lengths.items()]
+    found = summarise(rows, {"lookup": "method"}, True, True)["lookup"]["by_context"]
+    assert [(context, one["questions"]) for context, one in found.items()] == [
+        (context, 1) for context in ("256", "1024", "4096", "longer")
+    ]

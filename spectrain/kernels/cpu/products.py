@@ -172,6 +172,11 @@ def _compiled(dtype: torch.dtype) -> dict[str, int]:
 _engines: list[llvm.ExecutionEngine] = []
 
 
+def n_compiled() -> int:
+    """Count the modules that were compiled in this process."""
+    return len(_engines)
+
+
 def crossed(
     weights: Sequence[Callable[[], ir.Value]], inputs: Sequence[Callable[[], ir.Value]]
 ) -> Iterator[tuple[int, ir.Value, ir.Value]]:

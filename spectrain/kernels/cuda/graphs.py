@@ -30,10 +30,11 @@ class Graphs:
         record: makes of a function without arguments, which works on fixed addresses, one that replays it.
     """
 
+    n_recorded = 0  # of all objects of this process
+
     def __init__(self, record: Callable[[Callable[[], object]], Callable[[], object]] | None = None) -> None:
         self._record: Callable | None = record or _record  # None: it failed
         self._recorded: OrderedDict[Hashable, tuple[list[Tensor], Callable[[], object] | None]] = OrderedDict()
-        self.n_recorded = 0  # so far
         self.rehearsed: set[tuple] = set()  # what all was recorded for, the number of its memory first
 
     def run(self, key: Hashable, function: Callable[..., object], *inputs: Tensor) -> object:
@@ -81,7 +82,7 @@ class Graphs:
             self._record = None
             return None
         self._recorded[key] = fixed, replay
-        self.n_recorded += 1
+        Graphs.n_recorded += 1
         return replay
 
     def forget(self, *addresses: int) -> None:
