@@ -27,8 +27,7 @@ class Step:
     rope: Rope
     positions: Tensor  # [B, N] int64
     slots: Tensor  # [B, N] int64, where their keys and values go
-    lengths: Tensor  # [B] int64, slots that all nodes of a row see
-    seen: Tensor  # [B, N, W] bool, which of the next W slots each node sees
+    nodes: Nodes
 
     def attend(
         self, block: LlamaBlock, x: Tensor, added: Tensor | None, keys: Tensor, values: Tensor
@@ -39,7 +38,7 @@ class Step:
         """
         x, joined = _norm_linear(block.input_norm, block.qkv, x, added)
         queries = self._written(block, joined, keys, values)
-        return x, operations.attend(queries, keys, values, self.lengths, self.seen)
+        return x, operations.attend(queries, keys, values, self.nodes.lengths, self.nodes.seen)
 
     def remember(self, block: LlamaBlock, memories: Tensor, keys: Tensor, values: Tensor) -> None:
         """Write what memories [M, D] project to into their slots: see `LlamaBlock.keys_values`."""
@@ -91,7 +90,8 @@ def forward(
     """
     decoder.rope.move(tokens.device)
     slots = nodes.lengths[:, None] + torch.arange(tokens.shape[1], device=tokens.device)
-    step = Step(decoder.rope, positions.contiguous(), slots, nodes.lengths, nodes.seen.contiguous())
+    nodes = Nodes(nodes.lengths, nodes.seen.contiguous())
+    step = Step(decoder.rope, positions.contiguous(), slots, nodes)
     x, added, inputs = decoder.embed_tokens(tokens).to(decoder.norm.weight.dtype).flatten(0, 1), None, []
     for block, keys, values in zip(decoder.blocks, cache.keys, cache.values, strict=True):
         x, attended = step.attend(block, x, added, keys, values)

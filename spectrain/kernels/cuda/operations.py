@@ -26,6 +26,7 @@ FEW_TOKENS = 16  # what the smallest product of tensor cores takes
 PROGRAMS = 264  # that keep a large GPU busy: two for each of 132 multiprocessors
 SPLIT_SLOTS = 2048  # of a row that fills the cache, which one program of attention reads at most
 MOST_SPLITS = 64
+MOST_PARTS = 8192  # tokens times splits, each with float32 numbers for all of its heads
 
 
 @dataclass(frozen=True)
@@ -392,7 +393,9 @@ def attend(queries: Tensor, keys: Tensor, values: Tensor, lengths: Tensor, seen:
     n_queries = min(most_queries, max(16, triton.next_power_of_2(n_groups * n_nodes)))
     n_blocks = triton.cdiv(n_groups * n_nodes, n_queries)
     n_splits = max(PROGRAMS // (n_rows * n_kv_head * n_blocks), triton.cdiv(capacity, SPLIT_SLOTS), 1)
-    n_splits = triton.next_power_of_2(min(n_splits, triton.cdiv(capacity, n_slots), MOST_SPLITS))
+    n_splits = triton.next_power_of_2(
+        max(1, min(n_splits, triton.cdiv(capacity, n_slots), MOST_SPLITS, MOST_PARTS // m))
+    )
     attended, padded, parts, weights = queries.new_empty(m, n_head * width), triton.next_power_of_2(width), None, None
     if n_splits > 1:
         parts = torch.empty(m, n_head, n_splits, width, dtype=torch.float32, device=queries.device)
