@@ -4,6 +4,8 @@ A step of a few tokens costs by its number of kernels and by the bytes of its we
 activations are computed inside the products where these are the faster ones, else each by one kernel. Attention
 follows FlashDecoding (Dao et al. 2023): the slots of a row are divided among programs, whose results are then combined.
 
+What is not specialized are numbers and addresses that differ from step to step: a recording must not compile anything.
+
 Letters: M tokens, D width of the model, H query heads, K key/value heads, E width of a head, S slots of a cache row.
 """
 
@@ -118,7 +120,7 @@ def _few(
     tl.store(y + place, sums.to(y.dtype.element_ty), inside)
 
 
-@triton.jit(do_not_specialize=["n_nodes"])
+@triton.jit(do_not_specialize=["n_nodes"], do_not_specialize_on_alignment=["positions", "slots"])
 def _rotate(
     joined, query_norm, key_norm, positions, inv_freq, slots, queries, keys, values,
     n_nodes, n_head, n_kv_head, capacity, width, scaling, eps, HALF: tl.constexpr,
@@ -155,7 +157,7 @@ def _rotate(
     tl.store(place + half, high, inside)
 
 
-@triton.jit(do_not_specialize=["n_nodes", "n_behind", "n_splits"])
+@triton.jit(do_not_specialize=["n_nodes", "n_behind", "n_splits"], do_not_specialize_on_alignment=["lengths", "seen"])
 def _attend(
     queries, keys, values, lengths, seen, attended, parts, weights, n_nodes, n_behind, n_kv_head, n_groups, capacity,
     width, n_splits, scale, QUERIES: tl.constexpr, SLOTS: tl.constexpr, WIDTH: tl.constexpr,
@@ -207,7 +209,7 @@ def _attend(
         tl.store(attended + place[:, None] * width + e[None, :], found.to(attended.dtype.element_ty), asked & inside)
 
 
-@triton.jit(do_not_specialize=["n_nodes", "n_behind"])
+@triton.jit(do_not_specialize=["n_nodes", "n_behind"], do_not_specialize_on_alignment=["lengths"])
 def _combine(
     parts, weights, lengths, attended, n_nodes, n_behind, n_head, width,
     SLOTS: tl.constexpr, SPLITS: tl.constexpr, WIDTH: tl.constexpr,
