@@ -119,7 +119,7 @@ def test_rotated_keys_and_values_are_in_their_slots(qk_norm, n_head, n_kv_head, 
     ("n_nodes", "n_head", "n_kv_head", "width", "lengths", "capacity"),
     [
         (1, 4, 4, 8, [5], 16),  # one program for each head
-        (5, 6, 2, 12, [130, 3, 0], 200),  # some queries see nothing of some splits
+        (5, 6, 2, 12, [126, 3, 0], 200),  # some queries see nothing of some splits
         (9, 4, 2, 16, [200, 7], 300),  # several blocks of queries
         (3, 4, 1, 20, [4100, 64], 4300),  # as many splits as a row of this length asks for
     ],
@@ -129,7 +129,7 @@ def test_a_row_attends_to_its_own_slots_alone(n_nodes, n_head, n_kv_head, width,
     n_rows = len(lengths)
     queries = torch.randn(n_rows * n_nodes, n_head, width).to(dtype)
     keys, values = (torch.randn(n_rows + 1, n_kv_head, capacity, width).to(dtype) for _ in range(2))
-    seen = (torch.rand(n_rows, n_nodes, n_nodes) < 0.3) | torch.eye(n_nodes, dtype=torch.bool)
+    seen = (torch.rand(n_rows, n_nodes, n_nodes) < 0.3).tril() | torch.eye(n_nodes, dtype=torch.bool)
     mask = torch.zeros(n_rows, n_nodes, capacity, dtype=torch.bool)
     for row, length in enumerate(lengths):
         mask[row, :, :length], mask[row, :, length : length + n_nodes] = True, seen[row]

@@ -56,7 +56,7 @@ def card(monkeypatch, tmp_path):
         return call
 
     def make(capability: int) -> list[tuple[str, int]]:
-        monkeypatch.setattr(driver, "_active", Driver(capability))
+        monkeypatch.setattr(driver, "_active" if hasattr(driver, "_active") else "active", Driver(capability))
         return launched
 
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
@@ -86,7 +86,7 @@ def test_a_block_is_a_handful_of_kernels_that_compile_for_a_card(m, products, ca
         assert names == ["_add_norm", "_rotate", "_attend", "_combine", "_add_norm", "_gate", "_add_norm"]
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_attention_fits_the_memory_of_small_cards(dtype, card):
     from spectrain.kernels.cuda import operations
 
@@ -136,9 +136,10 @@ def test_a_target_that_asks_for_the_kernels_where_they_cannot_run(monkeypatch):
         TargetModel(tiny_model("llama", head_dim=260), compile="triton")
 
 
-def test_where_triton_is_missing_or_fails_the_kernels_are_not_used(monkeypatch):
+def test_where_triton_is_missing_or_fails_the_kernels_are_not_used(monkeypatch, caplog):
     pytest.importorskip("triton")
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (9, 0))
     assert why_no_kernels.__wrapped__(torch.device("cuda")).startswith("Triton fails here (")
+    assert caplog.messages[0].startswith("our own kernels are not used: Triton fails here (")
     monkeypatch.setattr("spectrain.kernels.cuda.available.find_spec", lambda _: None)
     assert why_no_kernels.__wrapped__(torch.device("cuda")) == "Triton is not installed"

@@ -334,7 +334,7 @@ class _Product:
         """Time 1 and 16 tokens, with weights that no cache holds."""
         total, weight = 0.0, self.weight
         for m in (1, FEW_TOKENS):
-            x = torch.randn(m, weight.shape[1], dtype=weight.dtype, device=weight.device)
+            x = weight.new_ones(m, weight.shape[1])
             product = self if self.residual is None else replace(self, residual=x.new_zeros(m, len(weight)))
             run = partial(product.plain, x) if tile is None else partial(product.tiled, x, tile)
             try:
