@@ -4,10 +4,12 @@
     python scripts/bench_kernels.py pystdlib-8l --nodes 1 5 16 --context 256 --threads 2
     python scripts/bench_kernels.py smollm2 --busy 2                # plain decoding, alone and beside busy processes
     python scripts/bench_kernels.py smollm2 --gguf smollm2.gguf     # beside llama.cpp: pip install llama-cpp-python
+    python scripts/bench_kernels.py random-1b --card                # Triton kernels and forwards against the bandwidth
 
 Whatever is compared takes turns, so that a drifting machine hurts all alike. Each line is a median with its 95 %
 bootstrap interval over turns. `ratio` is their time divided by ours, turn by turn: above 1 ours is faster. A draft
-chain is that of an untrained SPIRe drafter of two blocks over the whole vocabulary.
+chain is that of an untrained SPIRe drafter of two blocks over the whole vocabulary. With --card, `limit` is the time in
+which the card's memory gives the bytes that have to be read, and random-1b has the shape of Llama 3.2 1B.
 """
 
 from __future__ import annotations
@@ -16,12 +18,14 @@ import argparse
 import multiprocessing
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 
 import torch
 from torch import Tensor
+from transformers import AutoModelForCausalLM, LlamaConfig
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # a checkout need not be installed
 
@@ -47,15 +51,25 @@ Timed = Callable[[], float]  # returns seconds
 def main() -> None:
     args = parsed()
     torch.set_num_threads(args.threads)
+    if args.card:
+        if not torch.cuda.is_available():
+            sys.exit("--card needs an NVIDIA GPU, and there is none")
+        target = card_target(args.target)
+        results = provenance() | device_facts(target.device, target.dtype) | {"target": args.target, "rows": []}
+        return report(results, [product_rows(target), attention_rows(target), forward_rows(target, args)], args.out)
     target = load_target(target_path(args.target), args.dtype, args.device)
     results = provenance() | device_facts(target.device, target.dtype) | {"target": args.target, "rows": []}
     sections = [busy_rows(target, args)] if args.busy else [kernel_rows(target, args), text_rows(target, args)]
+    report(results, sections, args.out)
+
+
+def report(results: dict, sections: Iterable[Iterator[dict]], out: Path | None) -> None:
     for section in sections:
         for row in section:
             results["rows"].append(row)
             print(line_of(row), flush=True)
-            if args.out is not None:
-                write_json(args.out, results)
+            if out is not None:
+                write_json(out, results)
 
 
 def parsed() -> argparse.Namespace:
@@ -70,6 +84,7 @@ def parsed() -> argparse.Namespace:
     parser.add_argument("--new", type=int, default=96, help="new tokens of a whole text")
     parser.add_argument("--methods", nargs="*", default=["auto"], help="whose whole texts are timed, too")
     parser.add_argument("--turns", type=int, default=12)
+    parser.add_argument("--card", action="store_true", help="time the Triton kernels of a GPU, and forwards by them")
     parser.add_argument("--busy", type=int, default=0, help="processes beside plain decoding, which alone is timed")
     parser.add_argument("--gguf", type=Path, help="the target's weights for llama.cpp")
     parser.add_argument("--out", type=Path, help="JSON file of the results")
@@ -157,7 +172,8 @@ def compared(what: str, timed: Mapping[str, Timed], n_turns: int) -> dict:
 
 
 def line_of(row: Mapping) -> str:
-    found = [f"{name} {one['value']:.2f} ms" for name, one in row["ms"].items()]
+    digits = 4 if "limit_ms" in row else 2
+    found = [f"{name} {one['value']:.{digits}f} ms" for name, one in row["ms"].items()]
     if "tokens" in row:
         found = [f"{name} {1e3 * row['tokens'] / one['value']:.1f} tokens/s" for name, one in row["ms"].items()]
     found += [
@@ -165,6 +181,7 @@ def line_of(row: Mapping) -> str:
         for name, one in row["ratio"].items()
         if one["low"] is not None
     ]
+    found += [f"limit {row['limit_ms']:.4f} ms"] if "limit_ms" in row else []
     return f"{row['what']}: {', '.join(found)}"
 
 
@@ -207,6 +224,98 @@ def spire_chain(target: TargetModel, prompt: Tensor) -> Timed:
             method._step(prompt[:, 0], position)
 
     return repeated(chain, target)
+
+
+def card_target(name: str) -> TargetModel:
+    if name != "random-1b":
+        return load_target(target_path(name), "bfloat16", "cuda")
+    sizes = {"vocab_size": 128256, "hidden_size": 2048, "intermediate_size": 8192, "num_hidden_layers": 16}
+    config = LlamaConfig(**sizes, num_attention_heads=32, num_key_value_heads=8, tie_word_embeddings=True)
+    with torch.device("cuda"):
+        return TargetModel(AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).requires_grad_(False))
+
+
+def limit_ms(n_bytes: float) -> float:
+    """Return in how many ms the card's memory gives so many bytes."""
+    from triton.testing import get_dram_gbps  # here: only where there is a GPU
+
+    return 1e-6 * n_bytes / get_dram_gbps()
+
+
+def on_card(what: str, runs: Mapping[str, Callable[[], object]], n_bytes: float, n_turns: int = 3) -> dict:
+    """Time runs without what the L2 cache holds of the run before."""
+    from triton.testing import do_bench  # here: only where there is a GPU
+
+    timed = {name: lambda run=run: 1e-3 * do_bench(run, return_mode="median") for name, run in runs.items()}
+    return compared(what, timed, n_turns) | {"limit_ms": limit_ms(n_bytes)}
+
+
+def product_rows(target: TargetModel) -> Iterator[dict]:
+    """Time the products of a block by each tile and by torch, with what stands around them, and the unembedding."""
+    from spectrain.kernels.cuda import operations
+
+    decoder = target._engine.decoder
+    block, activation = decoder.blocks[0], decoder.shape.hidden_act
+    norm = block.input_norm.weight, decoder.shape.rms_norm_eps
+    for m in (1, 16):
+        residual = torch.randn(m, decoder.shape.hidden_size, dtype=target.dtype, device=target.device)
+        for name, options in {
+            "qkv": (block.qkv.weight, None, norm),
+            "output": (block.output.weight, None, None, None, residual),
+            "gate_up": (block.gate_up.weight, None, norm, activation),
+            "down": (block.down.weight, None, None, None, residual),
+            "unembedding": (decoder.lm_head.weight, None),
+        }.items():
+            product, x = operations._Product(*options), residual.new_ones(m, options[0].shape[1])
+            runs = {f"{t.outputs} x {t.inputs}": partial(product.tiled, x, t) for t in operations.TILES}
+            runs |= {"torch": partial(product.plain, x)}
+            yield on_card(f"{name} of {m}", runs, options[0].nbytes)
+
+
+def attention_rows(target: TargetModel) -> Iterator[dict]:
+    """Time what is not a product: one row, many rows, and many rows of which one is long."""
+    from spectrain.kernels.cuda import operations
+
+    decoder = target._engine.decoder
+    shape, block, rope = decoder.shape, decoder.blocks[0], decoder.rope
+    rope.move(target.device)
+    for lengths in ([256], [256] * 32, [16_000, *[256] * 31]):
+        size = len(lengths), shape.n_kv_head, max(lengths) + 16, shape.head_dim
+        keys, values = (torch.randn(size, dtype=target.dtype, device=target.device) for _ in range(2))
+        on_device = torch.tensor(lengths, device=target.device)
+        for n_nodes in (1, 16):
+            m = len(lengths) * n_nodes
+            x = keys.new_ones(m, shape.hidden_size)
+            joined, gates = block.qkv(x), keys.new_ones(m, 2 * shape.intermediate_size)
+            slots = on_device[:, None] + torch.arange(n_nodes, device=target.device)
+            seen = torch.ones(len(lengths), n_nodes, n_nodes, dtype=torch.bool, device=target.device).tril()
+            rotate = partial(operations.rotate, joined, None, 1e-5, (rope.inv_freq, rope.scaling), slots, slots)
+            queries = rotate(keys, values)
+            runs = {
+                "attend": partial(operations.attend, queries, keys, values, on_device, seen),
+                "rotate": partial(rotate, keys, values),
+                "add_norm": partial(operations.add_norm, x, x, block.input_norm.weight, 1e-5),
+                "gate": partial(operations.gate, gates, shape.hidden_act),
+            }
+            n_bytes = 2 * sum(lengths) * size[1] * size[3] * keys.element_size()
+            yield on_card(f"{len(lengths)} rows up to {max(lengths)} x {n_nodes}", runs, n_bytes)
+
+
+def forward_rows(target: TargetModel, args: argparse.Namespace) -> Iterator[dict]:
+    """Time whole forwards through CUDA graphs, with our own kernels and with torch's operations."""
+    torchs = TargetModel(target.model, compile="none")
+    n_bytes = sum(weight.nbytes for weight in target.model.parameters())
+    for n_rows in (1, 32):
+        prompt = random_tokens(target, args.context).expand(n_rows, -1).to(target.device)
+        for n_nodes in args.nodes:
+            tree = DraftTree.chain(prompt[:, 0], prompt[:, 1:n_nodes])
+            timed = {}
+            for name, one in (("kernels", target), ("torch", torchs)):
+                cache = KVCache(n_rows, n_tokens=2 * args.context)
+                one.prefill(prompt, [args.context] * n_rows, cache, range(n_rows))
+                timed[name] = repeated(lambda o=one, c=cache, t=tree: o.score(t, c), target)
+            row = compared(f"forward of {n_rows} x {n_nodes}", timed, args.turns)
+            yield row | {"limit_ms": limit_ms(n_bytes)}
 
 
 def text_s(target: TargetModel, drafter: Drafter, prompt: list[list[int]], n_new: int) -> Timed:

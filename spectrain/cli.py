@@ -376,7 +376,8 @@ def open_target(chosen: config.Target, device: str | None = None) -> TargetModel
     from spectrain.models.packages import target_path
 
     path, device = target_path(chosen.path), device or chosen.device
-    target = load_target(path, chosen.dtype, device, chosen.parallel, engine=chosen.engine, graphs=chosen.graphs)
+    options = {"engine": chosen.engine, "graphs": chosen.graphs, "compile": chosen.compile}
+    target = load_target(path, chosen.dtype, device, chosen.parallel, **options)
     if target.device.type == "cpu" and is_emulated(target.dtype) and rank() == 0:
         log.warning("this processor computes %s slowly; target.dtype=float32 is faster here", chosen.dtype)
     return target

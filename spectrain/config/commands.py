@@ -25,6 +25,11 @@ class Target:
         one_of=("auto", "lean", "transformers"),
     )
     graphs: str = option("auto", "on a GPU steps are recorded as CUDA graphs and replayed", one_of=("auto", "none"))
+    compile: str = option(
+        "auto",
+        "on a GPU steps of the lean decoder run through our own kernels; auto: where Triton is installed",
+        one_of=("auto", "triton", "none"),
+    )
     parallel: str = option("none", "for a target that does not fit one GPU", one_of=("none", "device_map", "tp"))
 
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from types import ModuleType
 
 import torch
 import torch.nn.functional as F
@@ -12,14 +14,16 @@ from transformers import PreTrainedModel
 from spectrain.decoding.forward import Forward, can_fuse
 from spectrain.decoding.kv_cache import KVCache
 from spectrain.decoding.llama import LlamaDecoder, LlamaShape, Rope
+from spectrain.decoding.masks import Nodes
 from spectrain.decoding.modules import window_of
 from spectrain.decoding.weights import Int8Linear, RowsLinear, TextLinear, is_emulated, on_cpu, version
 from spectrain.errors import UserError
-from spectrain.kernels import MOST_TOKENS, Programs, outruns_torch, unique
+from spectrain.kernels import ACTIVATIONS, MOST_TOKENS, Programs, outruns_torch, unique, why_no_kernels
 
 PIECE_STEP = 8  # a piece of a prompt has a multiple of so many tokens, because each number takes a program of its own
 LLAMA_LIKE = ("llama", "mistral", "qwen2", "qwen3")  # others scale, soft-cap or norm in ways the block does not have
 SPIRE_LIKE = (*LLAMA_LIKE, "gemma3_text")  # whose blocks a SPIRe drafter can have
+MOST_WIDTH = 256  # of a head, for our own kernels on a GPU
 ROPE_TYPES = ("default", "linear", "llama3", "yarn")  # of others the frequencies change with the length of the text
 MATRICES = {  # of a block: our names -> Hugging Face's, whose rows stand one below the other
     "qkv": ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
@@ -89,6 +93,24 @@ def why_not_lean(model: PreTrainedModel) -> str | None:
     return None
 
 
+def why_not_fused(shape: LlamaShape, device: torch.device) -> str | None:
+    """Return why our own kernels cannot run such blocks on a device; None: they can."""
+    if shape.hidden_act not in ACTIVATIONS:
+        return f"they do not know the activation {shape.hidden_act}"
+    if shape.layer_types or shape.head_dim % 2 or shape.head_dim > MOST_WIDTH:
+        return f"they know neither Gemma's norms, nor heads of odd width or wider than {MOST_WIDTH}"
+    return why_no_kernels(device)
+
+
+def fused_kernels(shape: LlamaShape, device: torch.device) -> ModuleType | None:
+    """Return the module `fused` where its kernels can run such blocks on a device."""
+    if why_not_fused(shape, device) is not None:
+        return None
+    from spectrain.decoding import fused  # here: it imports Triton
+
+    return fused
+
+
 def block_state(layer: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Convert the state of a Hugging Face block to that of a `LlamaBlock`. Loading fails if a tensor is left over."""
     left, state = dict(layer), {}
@@ -153,14 +175,19 @@ class LeanEngine:
         model: Llama-like.
         dtype: to compute in; None: that of the model's weights. On a CPU the two may differ.
         layers: of what the linear layers become on a CPU.
+        compiles: whether steps go through our own kernels, where the device and the model's shape allow it.
     """
 
     name = "lean"
 
     def __init__(
-        self, model: PreTrainedModel, dtype: torch.dtype | None = None, layers: type[RowsLinear] = RowsLinear
+        self,
+        model: PreTrainedModel,
+        dtype: torch.dtype | None = None,
+        layers: type[RowsLinear] = RowsLinear,
+        compiles: bool = True,
     ) -> None:
-        self.model, self.layers, self._dtype = model, layers, dtype
+        self.model, self.layers, self._dtype, self._compiles = model, layers, dtype, compiles
         self._own, self._made_of = model.model.layers[0].self_attn.q_proj.weight, ()
         self._unembedding: Tensor | None = None
         self._renew()
@@ -201,6 +228,12 @@ class LeanEngine:
         self._renew()
         return self._storage
 
+    @property
+    def fused(self) -> ModuleType | None:
+        """The module that runs steps through our own kernels; None: torch runs them."""
+        self._renew()
+        return self._fused
+
     def _renew(self) -> None:
         own = self._own  # looking it up in the model would take longer than all else here
         made_of = own.data_ptr(), own.dtype, version(self.model.model) if self.layers is Int8Linear else 0
@@ -215,6 +248,7 @@ class LeanEngine:
         self._made_of = own.data_ptr(), *made_of[1:]  # which may have become a view
         self._storage = unique()
         self._fuses = on_a_cpu and can_fuse(self._decoder, whole.shape)
+        self._fused = fused_kernels(whole.shape, self.device) if self._compiles else None
 
     def forward_of(
         self, cache: KVCache, n_rows: int, n_nodes: int, capture_layers: Sequence[int], n_silent: int = 0
@@ -235,7 +269,7 @@ class LeanEngine:
         tokens: Tensor,
         positions: Tensor | None = None,
         cache: KVCache | None = None,
-        mask: Tensor | None = None,
+        mask: Tensor | Nodes | None = None,
         capture_layers: Sequence[int] = (),
         kept: Callable[[Tensor], Tensor] | None = None,
         keeps_final: bool = False,
@@ -245,7 +279,8 @@ class LeanEngine:
         Args:
             tokens: [B, n] int64.
             positions: [B or 1, n] int64; None: 0 .. n - 1.
-            cache: see `LlamaDecoder.forward`, as for `mask`.
+            cache: see `LlamaDecoder.forward`.
+            mask: see the same; `Nodes` are for the module `fused`, against a cache that has its buffers.
             capture_layers: indices of blocks.
             kept: maps the final states to those that logits are computed of; None: all.
             keeps_final: whether the caller reads the final states, which cost nothing here.
@@ -253,8 +288,13 @@ class LeanEngine:
         if positions is None:
             positions = torch.arange(tokens.shape[1], device=tokens.device)[None]
         decoder = self.text_decoder if cache is None else self.decoder
-        final, inputs = decoder(tokens, positions, cache, mask, capture_layers)
-        logits = decoder.lm_head(final if kept is None else kept(final))
+        if isinstance(mask, Nodes):
+            final, inputs = self.fused.forward(decoder, tokens, positions, mask, cache, capture_layers)
+            lm_head = partial(self.fused.linear, decoder.lm_head)
+        else:
+            final, inputs = decoder(tokens, positions, cache, mask, capture_layers)
+            lm_head = decoder.lm_head
+        logits = lm_head(final if kept is None else kept(final))
         return logits, inputs, final if keeps_final or kept else None
 
     def read_prompts(

@@ -44,6 +44,7 @@ def load_target(
     role: str = "target",
     engine: str = "auto",
     graphs: str = "auto",
+    compile: str = "auto",
 ) -> TargetModel:
     """Load model and tokenizer, ready to decode.
 
@@ -52,7 +53,7 @@ def load_target(
         dtype: float32, bfloat16 or float16.
         device: "auto" takes a GPU where there is one; ignored unless parallel is "none".
         parallel: "device_map" spreads the layers over the visible devices, "tp" the weights over torchrun's ranks.
-        capture_layers, engine, graphs: see `TargetModel`.
+        capture_layers, engine, graphs, compile: see `TargetModel`.
         role: what messages call the model.
 
     Raises:
@@ -75,7 +76,8 @@ def load_target(
     model.eval().requires_grad_(False)
     if engine != "transformers" and why_not_lean(model) is None:
         shorten(model)
-    target = TargetModel(model, tokenizer, capture_layers, engine=engine, dtype=DTYPES[dtype], graphs=graphs)
+    options = {"engine": engine, "dtype": DTYPES[dtype], "graphs": graphs, "compile": compile}
+    target = TargetModel(model, tokenizer, capture_layers, **options)
     if not _is_causal(target):
         raise UserError(f"{called} {NOT_CAUSAL}")
     return target

@@ -6,6 +6,7 @@ Packed documents can also be read without a mask, as texts of their own in batch
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -14,6 +15,14 @@ from spectrain.decoding.tree import DraftTree
 
 MAX_PADDING = 1 / 16  # largest share of padding in a row, once the batch is large enough
 BUSY_PART = 8  # a batch keeps the device busy from 1 / 8 of the budget on
+
+
+@dataclass(frozen=True)
+class Nodes:
+    """What nodes of trees attend to, where attention reads each row's own slots only: no mask over all slots."""
+
+    lengths: Tensor  # [B] int64, committed tokens of each row, which all of its nodes see
+    seen: Tensor  # [B, N, W] bool, which of the next W slots each node sees; of a tree its ancestors
 
 
 def tree_mask(tree: DraftTree, starts: Sequence[int], slots: Tensor, used: int) -> Tensor:

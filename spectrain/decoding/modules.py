@@ -27,6 +27,7 @@ class TransformersEngine:
     """Runs a decoder of transformers. Hooks exist during a call only, so the model stays unchanged."""
 
     name = "transformers"
+    fused = None  # see `LeanEngine`
 
     def __init__(self, model: PreTrainedModel) -> None:
         self.model = model

@@ -18,8 +18,16 @@ from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from spectrain.decoding.kv_cache import KVCache
-from spectrain.decoding.lean import LLAMA_LIKE, LeanEngine, why_not_lean
-from spectrain.decoding.masks import causal_mask, document_offsets, length_buckets, nodes_mask, packed_mask, tree_mask
+from spectrain.decoding.lean import LLAMA_LIKE, LeanEngine, shape_of, why_not_fused, why_not_lean
+from spectrain.decoding.masks import (
+    Nodes,
+    causal_mask,
+    document_offsets,
+    length_buckets,
+    nodes_mask,
+    packed_mask,
+    tree_mask,
+)
 from spectrain.decoding.modules import TransformersEngine, check_supported
 from spectrain.decoding.tree import DraftTree
 from spectrain.decoding.weights import Int8Linear
@@ -28,6 +36,7 @@ from spectrain.kernels import NODES, ROWS, Graphs, padded
 
 ENGINES = ("auto", "lean", "transformers")
 GRAPHS = ("auto", "none")
+COMPILE = ("auto", "triton", "none")
 KEPT_BYTES = 1 << 26  # of a cache on a CPU that waits for the next generation
 KEPT_PROGRAMS = 64  # that such a cache has; trees and drafts have any of some twenty sizes, prompts eight
 FINAL = -1  # among captured layers: the final states, the inputs of the unembedding
@@ -65,6 +74,8 @@ class TargetModel:
             decoder where it knows the architecture.
         dtype: to compute in; None: that of the weights. Others are for the lean decoder on a CPU.
         graphs: "auto" replays steps as CUDA graphs where the whole model is on one GPU; "none" never.
+        compile: "auto" runs these steps through our own kernels where the model is on a GPU and Triton is installed;
+            "triton" demands it; "none" leaves them to torch.
 
     Raises:
         UserError: the model is none that the loop can run, or the engine does not know it.
@@ -80,11 +91,13 @@ class TargetModel:
         engine: str = "auto",
         dtype: torch.dtype | None = None,
         graphs: str = "auto",
+        compile: str = "auto",
     ):
         check_supported(model)
         self.config, self.tokenizer = model.config, tokenizer
         self.prefill_chunk, self.keeps_hidden = prefill_chunk, keeps_hidden
-        self._engine = _engine(model, engine, dtype)
+        check_choice("target.compile", compile, COMPILE)
+        self._engine = _engine(model, engine, dtype, compile)
         check_choice("target.graphs", graphs, GRAPHS)
         is_on_one_card = self.device.type == "cuda" and len({one.device for one in model.parameters()}) == 1
         has_graphs = graphs == "auto" and is_on_one_card
@@ -131,6 +144,11 @@ class TargetModel:
         other = copy.copy(self)
         vars(other).update(changes)
         return other
+
+    @property
+    def fuses(self) -> bool:
+        """Whether steps run through our own kernels."""
+        return self._engine.fused is not None
 
     @property
     def model(self) -> PreTrainedModel:
@@ -276,7 +294,7 @@ class TargetModel:
         Position ids [B, N] are the row's cached tokens plus the node's depth. Where the cache holds only a part of the
         text, give the text's `positions`.
         """
-        if self.graphs is not None:
+        if self.graphs is not None or (self.fuses and cache.keys):
             return self._replayed(tree, cache, positions)
         n_rows, n_nodes = tree.shape
         starts, lengths = cache.lengths, cache.lengths_on(tree.tokens.device)[:, None]
@@ -297,7 +315,7 @@ class TargetModel:
         return TargetOutput(logits, _stacked(captured), positions, hidden)
 
     def _run_tree(
-        self, tokens: Tensor, positions: Tensor, cache: KVCache, mask: Tensor | None, n_silent: int
+        self, tokens: Tensor, positions: Tensor, cache: KVCache, mask: Tensor | Nodes | None, n_silent: int
     ) -> tuple[Tensor, list[Tensor], Tensor | None]:
         kept = partial(_around, n_silent) if n_silent else None
         logits, captured, hidden = self._engine.run(
@@ -309,7 +327,7 @@ class TargetModel:
         return logits, captured, hidden if self.keeps_hidden else None
 
     def _replayed(self, tree: DraftTree, cache: KVCache, positions: Tensor | None) -> TargetOutput:
-        """`score` by a CUDA graph, of trees that are padded to one of a few sizes."""
+        """`score` by our own kernels or a CUDA graph, of trees that are padded to one of a few sizes."""
         n_nodes, tree = tree.shape[1], self.padded(tree)
         used = self.reach(cache, tree.shape[1])
 
@@ -322,7 +340,8 @@ class TargetModel:
         key = "score", cache.storage, used, self.capture_layers, self.keeps_hidden, tree.n_silent, tree.is_chain
         inputs = tree.tokens, self.unread(cache.lengths_on(tree.tokens.device)), tree.parents
         inputs += () if positions is None else (positions,)
-        logits, captured, hidden, positions = self.graphs.run(key, forward, *inputs)
+        run = forward if self.graphs is None else partial(self.graphs.run, key, forward)
+        logits, captured, hidden, positions = run(*inputs)
         captured = [states[:, :n_nodes] for states in captured]
         hidden = None if hidden is None else hidden[:, :n_nodes]
         return TargetOutput(logits[:, :n_nodes], _stacked(captured), positions[:, :n_nodes], hidden)
@@ -338,7 +357,7 @@ class TargetModel:
 
     def unread(self, lengths: Tensor) -> Tensor:
         """Return lengths [n] padded as graphs pad rows: those behind the batch have nothing to read."""
-        return F.pad(lengths, (0, padded(len(lengths), ROWS) - len(lengths)))
+        return lengths if self.graphs is None else F.pad(lengths, (0, padded(len(lengths), ROWS) - len(lengths)))
 
     def score_at(
         self,
@@ -361,6 +380,8 @@ class TargetModel:
             ancestors = torch.ones(n_nodes, n_nodes, dtype=torch.bool, device=tokens.device).tril()
             ancestors = ancestors.expand(n_rows, -1, -1)
         positions = slots.clamp_max(self.max_positions - 1) if positions is None else positions
+        if self.fuses and cache.keys:  # whose attention reads what each row has
+            return self._run_tree(tokens, positions, cache, Nodes(lengths, ancestors), n_silent)
         cache.place(slots, used)
         return self._run_tree(tokens, positions, cache, nodes_mask(slots, ancestors, used), n_silent)
 
@@ -401,12 +422,18 @@ def _places(n_nodes: int, device: torch.device) -> Tensor:
         return torch.arange(n_nodes, device=device)
 
 
-def _engine(model: PreTrainedModel, name: str, dtype: torch.dtype | None) -> LeanEngine | TransformersEngine:
+def _engine(
+    model: PreTrainedModel, name: str, dtype: torch.dtype | None, compile: str
+) -> LeanEngine | TransformersEngine:
     """Return the engine that a user asks for by name."""
     check_choice("target.engine", name, ENGINES)
     why = "" if name == "transformers" else why_not_lean(model)
     if why is None:
-        return LeanEngine(model, dtype)
+        if compile == "triton" and (missing := why_not_fused(shape_of(model), model.device)) is not None:
+            raise UserError(f"target.compile=triton cannot have its kernels: {missing}; give target.compile=auto")
+        return LeanEngine(model, dtype, compiles=compile != "none")
+    if compile == "triton":
+        raise UserError(f"target.compile=triton is for the lean decoder, which runs {', '.join(LLAMA_LIKE)} models")
     if name == "lean":
         known = ", ".join(LLAMA_LIKE)
         raise UserError(f"target.engine=lean runs {known}, but {why}; give target.engine=transformers")

@@ -1,6 +1,7 @@
 """What a machine does fast: tensors in, tensors out. `decoding/` is its reader.
 
-`cpu/` is compiled for the processor at hand and `cuda/` records graphs. `reference.py` says in torch what they compute.
+`cpu/` is compiled for the processor at hand; `cuda/` has kernels in Triton and records graphs. `reference.py` says in
+torch what they compute.
 """
 
 from spectrain.kernels import reference
@@ -10,9 +11,11 @@ from spectrain.kernels.cpu.products import LEAST_OUTPUTS, multiplies, n_compiled
 from spectrain.kernels.cpu.program import MOST_TOKENS, Program, Programs
 from spectrain.kernels.cpu.running import accept, draw, fits, move, product, reads, runner, warp, warp_and_draw, works
 from spectrain.kernels.cpu.warping import TEMPERATURE
+from spectrain.kernels.cuda.available import ACTIVATIONS, why_no_kernels
 from spectrain.kernels.cuda.graphs import NODES, ROWS, Graphs, padded, unique
 
 __all__ = [
+    "ACTIVATIONS",
     "GOING",
     "LEAST_OUTPUTS",
     "LENGTH",
@@ -41,5 +44,6 @@ __all__ = [
     "unique",
     "warp",
     "warp_and_draw",
+    "why_no_kernels",
     "works",
 ]

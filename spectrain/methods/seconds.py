@@ -227,7 +227,8 @@ def machine_of(target: TargetModel) -> dict[str, object]:
     else:
         name, threads = f"{cpu_name()} ({device.type})", torch.get_num_threads()
     dtype, graphs = str(target.dtype).removeprefix("torch."), target.graphs is not None
-    return {"device": name, "dtype": dtype, "threads": threads, "engine": target.engine, "graphs": graphs}
+    facts = {"device": name, "dtype": dtype, "threads": threads, "engine": target.engine, "graphs": graphs}
+    return facts | ({"fused": True} if target.fuses else {})
 
 
 class Paced(Drafter):

@@ -79,6 +79,7 @@ def load_draft_model(target: TargetModel, drafter: str, draft_dtype: str = "floa
     weights = draft_dtype_of(draft_dtype, target.device, target.dtype)
     dtype = str(target.dtype if weights == torch.int8 else weights).removeprefix("torch.")
     options = {"device": str(target.device), "graphs": "none" if target.graphs is None else "auto"}
+    options["compile"] = "auto" if target.fuses else "none"
     draft_model = load_target(drafter, dtype=dtype, role="draft model", **options)
     check_tokenizers(target, draft_model)
     return draft_model

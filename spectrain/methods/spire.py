@@ -19,6 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from spectrain.decoding import Context, DraftTree, KVCache, TargetModel, TargetOutput, Verified
+from spectrain.decoding.lean import fused_kernels
 from spectrain.decoding.llama import KeysValues, additive
 from spectrain.decoding.transfer import to_device
 from spectrain.decoding.verify import moved
@@ -171,6 +172,7 @@ class Spire(ChainDrafter):
             self.slots.clear()
         else:
             self.slots = SlotStore(drafter, self.gamma, cache.max_rows, self.tree_nodes)
+        self.slots.fused = fused_kernels(shape, target.device) if target.fuses else None
         self._prompts: list[Unread] = []
         self._missed: deque[Unread] = deque()  # of steps without this method
         # [rows, D] the target's state before each root. `state` [n, D] is the one before the token that is read next.
@@ -294,11 +296,13 @@ class Spire(ChainDrafter):
 
         `above` [n, m, D] are the final states of their parents. Returns logits [n, m, K] and final states [n, m, D].
         """
+        x = self.drafter.joined(self.drafter.embed(tokens), above)
+        if self.slots.fused is not None:
+            return self.slots.step(x, positions, slots, seen)
         (n_rows, n_new), past = tokens.shape, self.slots.all_of(len(tokens))
         alone = torch.eye(n_new, dtype=torch.bool, device=seen.device).expand(n_rows, -1, -1)
         seen = seen.scatter(2, slots[:, :, None], False)  # a node's own keys are not in its slot yet
         mask = additive(torch.cat([seen, alone], dim=2)[:, None], past[0].keys.dtype)
-        x = self.drafter.joined(self.drafter.embed(tokens), above)
         states, memories = self.drafter.step(x, self.drafter.rope(positions), past, mask)
         self.slots.put(memories, slots, slice(0, n_rows))
         return self.drafter.kept_logits(states), states
@@ -412,10 +416,14 @@ class Spire(ChainDrafter):
 
     def _read(self, tokens: Tensor, positions: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
         """Return logits [n, V] and final states [n, D], and store the tokens' memories."""
+        x = self.drafter.joined(self.drafter.embed(tokens[:, None]), state[:, None])
+        if self.slots.fused is not None:
+            slots = self.slots.claim(positions[:, None], slice(0, len(tokens)))
+            logits, hidden = self.slots.step(x, positions[:, None], slots, self.slots.seen_by(positions)[:, None])
+            return self.drafter.spread(logits[:, 0]), hidden[:, 0]
         rope = self.drafter.rope(positions[:, None])
         past, seen = self.slots.read(positions)
         seen = additive(seen, past[0].keys.dtype)
-        x = self.drafter.joined(self.drafter.embed(tokens[:, None]), state[:, None])
         hidden, memories = self.drafter.step(x, rope, past, seen)
         self.slots.write(memories, positions[:, None], slice(0, len(tokens)))
         return self.drafter.logits(hidden[:, 0]), hidden[:, 0]

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from types import ModuleType
+
 import numpy as np
 import torch
 from torch import Tensor
 
 from spectrain.decoding.forward import DecoderProgram, can_fuse
 from spectrain.decoding.llama import KeysValues
+from spectrain.decoding.masks import Nodes
 from spectrain.decoding.sampling import RowSampling, Sampling
 from spectrain.decoding.tree import DraftTree
 from spectrain.kernels import Programs, unique
@@ -37,6 +40,7 @@ class SlotStore:
         self.storage = unique()
         self.fuses = weight.device.type == "cpu" and can_fuse(drafter, shape)
         self._programs = Programs()
+        self.fused: ModuleType | None = None  # the module whose kernels run `step` on a GPU
 
     def reader(self, n_rows: int) -> DraftProgram:
         return self._programs.get(n_rows, lambda: DraftProgram(self, n_rows))
@@ -79,11 +83,15 @@ class SlotStore:
 
     def write(self, keys_values: list[KeysValues], positions: Tensor, rows: slice) -> None:
         """Stores K/V [n, H_kv, P, D_head] of positions [n, P] in rows `rows`."""
+        self.put(keys_values, self.claim(positions, rows), rows)
+
+    def claim(self, positions: Tensor, rows: slice) -> Tensor:
+        """Note that positions [n, P] are about to be stored in rows `rows`. Return their slots [n, P]."""
         n_sinks = self.config.sink_tokens
         slots = torch.where(positions < n_sinks, positions, n_sinks + positions % self.ring_tokens)
         slots = slots.masked_fill(positions < 0, self.positions.shape[1] - 1)
         self.positions[rows].scatter_(1, slots, positions)
-        self.put(keys_values, slots, rows)
+        return slots
 
     def put(self, keys_values: list[KeysValues], slots: Tensor, rows: slice) -> None:
         """Stores K/V [n, H_kv, P, D_head] in slots [n, P] of rows `rows`."""
@@ -95,11 +103,14 @@ class SlotStore:
     def read(self, queries: Tensor) -> tuple[list[KeysValues], Tensor]:
         """All slots, and which of them the queries at positions [n] see: [n, 1, 1, S + 1] bool, themselves last."""
         n_rows = len(queries)
-        positions, t = self.positions[:n_rows], queries[:, None]
+        earlier = self.seen_by(queries) & (self.positions[:n_rows] < queries[:, None])
+        return self.all_of(n_rows), torch.nn.functional.pad(earlier, (0, 1), value=True)[:, None, None]
+
+    def seen_by(self, queries: Tensor) -> Tensor:
+        """Which slots the queries at positions [n] see, [n, S] bool, what stands at their own positions included."""
+        positions, t = self.positions[: len(queries)], queries[:, None]
         near = (positions > t - self.config.window_tokens) | (positions < self.config.sink_tokens)
-        seen = near & (positions >= 0) & (positions < t)
-        seen = torch.nn.functional.pad(seen, (0, 1), value=True)[:, None, None]
-        return self.all_of(n_rows), seen
+        return near & (positions >= 0) & (positions <= t)
 
     def all_of(self, n_rows: int) -> list[KeysValues]:
         """All slots of the first rows."""
@@ -118,6 +129,34 @@ class SlotStore:
         seen[:, :, self.first_node : self.first_node + n_nodes] = tree.ancestors[:, -n_new:]
         slots = torch.arange(n_nodes - n_new, n_nodes, device=seen.device) + self.first_node
         return seen, slots.expand(n_rows, -1)
+
+    def step(self, x: Tensor, positions: Tensor, slots: Tensor, seen: Tensor) -> tuple[Tensor, Tensor]:
+        """Read m nodes of each row through our own kernels on a GPU, and store their memories.
+
+        Args:
+            x: [n, m, D] inputs of the first block.
+            positions: [n, m] int64.
+            slots: [n, m] int64, where their own K/V go, and then those of their memories.
+            seen: [n, m, S] bool, the slots that each node sees, its own one included.
+
+        Returns:
+            Logits [n, m, K], and final states [n, m, D].
+        """
+        drafter, fused, stores = self.drafter, self.fused, self.all_of(len(x))
+        nodes = Nodes(torch.zeros_like(positions[:, 0]), seen.contiguous())
+        step = fused.Step(drafter.rope, positions.contiguous(), slots.contiguous(), nodes)
+        part, added, states = x.flatten(0, 1), None, []
+        for block, store in zip(drafter.blocks, stores, strict=True):
+            part, attended = step.attend(block, part, added, store.keys, store.values)
+            states.append(part[None])
+            part, added = fused.after_attention(block, part, attended)
+        part, final = fused.normed(drafter.norm, part, added)
+        if self.config.feedback:
+            memories = drafter.memories([*states, part[None]])
+            for block, store, memory in zip(drafter.blocks, stores, memories, strict=True):
+                step.remember(block, memory[0], store.keys, store.values)
+        final = final.view_as(x)
+        return fused.linear(drafter.lm_head, final), final
 
     def fits(self, drafter: SpireDrafter, gamma: int, max_rows: int) -> bool:  # a method always reads as many nodes
         ring_tokens = self.config.window_tokens + gamma
