@@ -132,7 +132,7 @@ class _Products(TorchFunctionMode):
     def _rounded(self, value: object) -> object:
         if not self.half or not isinstance(value, Tensor) or value.dtype != torch.float32:
             return value
-        if not (value.is_leaf and value.requires_grad):
+        if not isinstance(value, torch.nn.Parameter):  # what else is a leaf dies, and its id means another tensor
             return value.bfloat16()
         if id(value) not in self.cast:
             self.cast[id(value)] = value.bfloat16()

@@ -5,9 +5,9 @@
 alpha is the probability that a token drawn from q is accepted. Hidden states become logits one chunk of positions at a
 time, and the gradient is computed with the loss, so that memory does not grow with L x V. The gradient is
 
-    d CE / dz = q - p,    d alpha / dz = q * (m - <q, m>),   m_v = 1 where q_v < p_v.
+    d CE / dz = q - p,    d alpha / dz = -q * (t - <q, t>),   t_v = 1 where q_v >= p_v.
 
-Letters: N positions (of all rows, flattened), D hidden size, V vocabulary.
+Letters: N positions (of all rows, flattened), n of a chunk, D hidden size, V vocabulary.
 """
 
 from __future__ import annotations
@@ -20,7 +20,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 MOST_LOGITS = {"cpu": 1 << 22}  # of a chunk: 16 MB, for which a CPU's allocator need not ask the system each time
-MOST_LOGITS_ELSEWHERE = 1 << 25
+MOST_LOGITS_ELSEWHERE = 1 << 26  # with fewer positions a GPU waits for the unembedding, which each chunk reads
+TILE = 128  # positions that a GPU multiplies together
 # The device that a step on `meta`, which has no autocast, stands for, and the dtype of its products.
 PLANNED: ContextVar[tuple[str, torch.dtype]] = ContextVar("planned", default=("cuda", torch.bfloat16))
 
@@ -109,34 +110,36 @@ class _ChunkedLoss(torch.autograd.Function):
         trains_unembedding = grad_enabled and unembedding.requires_grad
         n_positions = max(1, hidden.shape[0])
         n_hard = n_positions if hard is None else (hard >= 0).sum().clamp_min(1)
-        cast, cast_teacher = _as_computed(unembedding), None
+        cast, cast_teacher = _as_computed(unembedding, hidden), None
         if teacher_unembedding is not None:
-            cast_teacher = cast if teacher_unembedding is unembedding else _as_computed(teacher_unembedding)
+            alike = teacher_unembedding is unembedding and _dtype_of(teacher_hidden) == cast.dtype
+            cast_teacher = cast if alike else _as_computed(teacher_unembedding, teacher_hidden)
         grad_hidden = torch.empty_like(hidden) if needs_grad else None
         grad_unembedding = torch.zeros_like(unembedding, dtype=torch.float32) if trains_unembedding else None
         cross_entropy = hidden.new_zeros((), dtype=torch.float32)
         alphas = hidden.new_zeros(len(hidden), dtype=torch.float32)
-        kind = PLANNED.get()[0] if hidden.is_meta else hidden.device.type
-        most = MOST_LOGITS.get(kind, MOST_LOGITS_ELSEWHERE)
-        size = max(1, most // len(unembedding))
-        for start in range(0, len(hidden), size):
-            part = slice(start, start + size)
-            logits, p = hidden[part] @ cast.T, None
-            if cast_teacher is not None:
-                p = (teacher_hidden[part] @ cast_teacher.T).float().softmax(dim=-1)  # [n, V]
-                p = p if kept is None else p[:, kept]
-            labels = None if hard is None else hard[part]
-            ce, alpha, grad_logits = _chunk(logits.float(), p, labels, weights, needs_grad)
-            cross_entropy += ce.sum() / n_hard
-            if p is not None:
-                alphas[part] = alpha
-            if needs_grad:
-                grad_logits = (grad_logits / n_hard).to(logits.dtype)
-                grad_hidden[part] = grad_logits @ cast
-                if trains_unembedding:
-                    grad_unembedding += grad_logits.T @ hidden[part].to(logits.dtype)
+        with torch.autocast("cpu" if hidden.is_meta else hidden.device.type, enabled=False):  # all is cast here
+            for part in _parts(hidden, len(unembedding)):
+                logits = hidden[part].to(cast.dtype) @ cast.T  # [n, V]
+                of_teacher = None
+                if cast_teacher is not None:
+                    of_teacher = teacher_hidden[part].to(cast_teacher.dtype) @ cast_teacher.T
+                labels = None if hard is None else hard[part]
+                ce, alpha = chunk_loss(logits, of_teacher, kept, labels, weights, needs_grad)
+                cross_entropy += ce.sum()
+                if alpha is not None:
+                    alphas[part] = alpha
+                if needs_grad:  # it stands in place of the logits
+                    grad_hidden[part] = logits @ cast
+                    if trains_unembedding:
+                        grad_unembedding += logits.T @ hidden[part].to(logits.dtype)
+        cross_entropy /= n_hard
         if needs_grad:
-            ctx.save_for_backward(grad_hidden, grad_unembedding.to(unembedding.dtype) if trains_unembedding else None)
+            scale = (weights[0] or weights[1]) / n_hard
+            grad_hidden *= scale
+            if trains_unembedding:
+                grad_unembedding = grad_unembedding.mul_(scale).to(unembedding.dtype)
+            ctx.save_for_backward(grad_hidden, grad_unembedding)
         ctx.mark_non_differentiable(cross_entropy, alphas)
         return weights[0] * cross_entropy - weights[1] * (alphas.sum() / n_positions), cross_entropy, alphas
 
@@ -147,39 +150,74 @@ class _ChunkedLoss(torch.autograd.Function):
         return grad_hidden * grad_loss, by_unembedding, None, None, None, None, None, None
 
 
-def _as_computed(weight: Tensor) -> Tensor:
-    """Return a weight in the dtype that products run in: autocast would cast it anew for each chunk."""
-    kind = weight.device.type
-    if weight.is_meta:
-        return weight.to(PLANNED.get()[1])
-    return weight.to(torch.get_autocast_dtype(kind)) if torch.is_autocast_enabled(kind) else weight
+def _as_computed(weight: Tensor, states: Tensor) -> Tensor:
+    """Return a weight in the dtype of its products with states: autocast would cast it anew for each chunk."""
+    return weight.to(_dtype_of(states))
 
 
-def _chunk(
-    logits: Tensor, p: Tensor | None, labels: Tensor | None, weights: tuple[float, float], needs_grad: bool
-) -> tuple[Tensor, Tensor | None, Tensor | None]:
-    """Cross-entropy [n], alpha [n] and, per position, the gradient of the weighted loss by the logits [n, V]."""
-    log_q = logits.log_softmax(dim=-1)
-    q = log_q.exp()
-    alpha = None if p is None else torch.minimum(p, q).sum(dim=-1)
+def _dtype_of(states: Tensor) -> torch.dtype:
+    """Return the dtype in which products of these states run."""
+    kind = states.device.type
+    if states.is_meta:
+        return PLANNED.get()[1]
+    return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else states.dtype
+
+
+def _parts(hidden: Tensor, n_tokens: int) -> list[slice]:
+    """Cut positions into chunks of like size whose logits fit the device."""
+    kind = PLANNED.get()[0] if hidden.is_meta else hidden.device.type
+    most = max(1, MOST_LOGITS.get(kind, MOST_LOGITS_ELSEWHERE) // n_tokens)
+    size = most - most % TILE if kind != "cpu" and most > TILE else most
+    return [slice(start, start + size) for start in range(0, len(hidden), size)]
+
+
+def chunk_loss(
+    logits: Tensor,
+    of_teacher: Tensor | None,
+    kept: Tensor | None,
+    labels: Tensor | None,
+    weights: tuple[float, float],
+    needs_grad: bool,
+) -> tuple[Tensor, Tensor | None]:
+    """Return the cross-entropy [n] and alpha [n] of a chunk, float32, whatever the dtype of the logits.
+
+    With `needs_grad` the gradient of the weighted loss by the logits [n, V] takes their place, divided by the first
+    weight that is not 0. Each operation reads or writes [n, V] once more, so there are as few as may be.
+    """
+    p = None if of_teacher is None else of_teacher.softmax(-1, dtype=torch.float32)
+    p = p if kept is None else p[:, kept]
+    log_q = logits.log_softmax(-1, dtype=torch.float32)
     if labels is None:
-        cross_entropy = -(p * log_q).sum(dim=-1)
+        cross_entropy = -_dot(p, log_q)
     else:
-        kept = labels >= 0
-        cross_entropy = -log_q.gather(-1, labels.clamp_min(0)[:, None])[:, 0] * kept
+        labels, counted = labels.clamp_min(0)[:, None], labels >= 0
+        cross_entropy = -log_q.gather(-1, labels)[:, 0] * counted
+    q, alpha = log_q.exp_(), None
+    if p is not None:
+        shared = torch.minimum(p, q)
+        alpha = shared.sum(-1)
     if not needs_grad:
-        return cross_entropy, alpha, None
+        return cross_entropy, alpha
     if labels is not None:
         assert weights == (1.0, 0.0), weights
-        grad = q.scatter_add(-1, labels.clamp_min(0)[:, None], -torch.ones_like(q[:, :1])) * kept[:, None]
-        return cross_entropy, alpha, grad
-    if not weights[1]:
-        return cross_entropy, alpha, q.sub_(p).mul_(weights[0])
-    mass = q.where(q < p, 0)  # q_v m_v
-    # In place, because each new [n, V] tensor costs memory traffic: w0 (q - p) - w1 (mass - q <q, m>)
-    grad = q.mul_(weights[0] + weights[1] * mass.sum(dim=-1, keepdim=True))
-    grad.sub_(p, alpha=weights[0]).sub_(mass, alpha=weights[1])
-    return cross_entropy, alpha, grad
+        q.scatter_add_(-1, labels, -torch.ones_like(q[:, :1]))
+        torch.mul(q, counted[:, None], out=logits)
+    elif not weights[1]:
+        torch.sub(q, p, out=logits)
+    else:
+        difference = torch.sub(q, p, out=p)
+        exceeds = torch.ge(difference, 0, out=shared)  # t, as numbers: masks are ten times as slow on a CPU
+        exceeds -= _dot(q, exceeds)[:, None]
+        if weights[0]:
+            torch.addcmul(difference, q, exceeds, value=weights[1] / weights[0], out=logits)
+        else:
+            torch.mul(q, exceeds, out=logits)
+    return cross_entropy, alpha
+
+
+def _dot(one: Tensor, other: Tensor) -> Tensor:
+    """Return the products [n] of rows [n, V], which a compiler fuses and eager mode leaves to BLAS."""
+    return (one * other).sum(-1) if torch.compiler.is_compiling() else torch.linalg.vecdot(one, other)
 
 
 def weighted_bce(log_odds: Tensor, labels: Tensor, w_rej: float, w_acc: float = 1.0) -> Tensor:

@@ -103,9 +103,8 @@ class SpireTraining(Training):
             places_of = torch.full((len(of_target),), -100, device=self.device)
             places_of[kept_tokens] = torch.arange(len(kept_tokens), device=self.device)
             next_tokens = torch.where(next_tokens >= 0, places_of[next_tokens.clamp_min(0)], -100)
-        # The target's is cast to the drafter's dtype: DeepSpeed computes in bfloat16 whatever the target's dtype.
         has_own = self.drafter.config.unembedding != "target"
-        unembedding = self.drafter.unembedding if has_own else rows.to(hidden.dtype)
+        unembedding = self.drafter.unembedding if has_own else rows
         states = hidden.flatten(0, 1)[places]
         parts = drafter_loss(self.loss_settings, states, unembedding, teacher, next_tokens[places])
         alpha = parts.alpha.new_zeros(kept.numel()).scatter(0, places, parts.alpha)

@@ -71,11 +71,11 @@ def test_autocast_casts_an_unembedding_once_and_keeps_its_gradient_s_dtype(monke
     hidden, unembedding, teacher, labels = make_batch()
     casts = []
     cast = losses._as_computed
-    monkeypatch.setattr(losses, "_as_computed", lambda weight: casts.append(weight) or cast(weight))
+    monkeypatch.setattr(losses, "_as_computed", lambda *given: casts.append(given) or cast(*given))
     with torch.autocast("cpu", torch.bfloat16):
         parts = drafter_loss(LossSettings(), hidden, unembedding, teacher, labels)
     assert len(casts) == 2
-    assert cast(unembedding).dtype == torch.float32
+    assert cast(unembedding, hidden).dtype == torch.float32
     grads = torch.autograd.grad(parts.loss, [hidden, unembedding])
     assert [grad.dtype for grad in grads] == [torch.float32, torch.float32]
     plain = drafter_loss(LossSettings(), hidden, unembedding, teacher, labels)
