@@ -196,15 +196,20 @@ class LlamaBlock(nn.Module):
         return x + (self.added_norm(added) if self.shape.layer_types else added)
 
     def forward(
-        self, x: Tensor, rope: tuple[Tensor, Tensor], past: KeysValues, mask: Tensor
+        self,
+        x: Tensor,
+        rope: tuple[Tensor, Tensor],
+        past: KeysValues,
+        mask: Tensor,
+        since: KeysValues | None = None,
     ) -> tuple[Tensor, KeysValues]:
-        """Run the block over n queries x [B, n, D], whose own keys come after the past ones.
+        """Run the block over n queries x [B, n, D], whose own keys come after the past ones, and those `since` then.
 
         `rope` is cos and sin at the queries' positions, each [B or 1, n, E]. For `mask` see
         `attention`; a query always sees its own key. Returns the block's output [B, n, D], and K/V of its input.
         """
         queries, own = self.queries_keys_values(x, rope)
-        every = KeysValues.cat([past, own])
+        every = KeysValues.cat([past, own] if since is None else [past, since, own])
         return self.after_attention(x, attention(queries, every.keys, every.values, mask)), own
 
     def _own(self, rope: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
