@@ -18,7 +18,15 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from spectrain.decoding.kv_cache import KVCache
 from spectrain.decoding.lean import LLAMA_LIKE, LeanEngine, why_not_lean
-from spectrain.decoding.masks import causal_mask, document_offsets, length_buckets, nodes_mask, packed_mask, tree_mask
+from spectrain.decoding.masks import (
+    MOST_MASKED,
+    causal_mask,
+    document_offsets,
+    length_buckets,
+    nodes_mask,
+    packed_mask,
+    tree_mask,
+)
 from spectrain.decoding.modules import TransformersEngine, check_supported
 from spectrain.decoding.tree import DraftTree
 from spectrain.decoding.weights import Int8Linear
@@ -189,7 +197,7 @@ class TargetModel:
 
         With `starts`, documents that are packed into a row do not see each other (see `packed_mask`).
         """
-        if starts is not None and self.device.type == "cpu":
+        if starts is not None and (self.device.type == "cpu" or starts.shape[1] > MOST_MASKED):
             return self._features_of_documents(tokens, starts)
         positions, mask = (None, None) if starts is None else packed_mask(starts)
         _, captured, final = self._engine.run(
@@ -200,7 +208,7 @@ class TargetModel:
     def _features_of_documents(self, tokens: Tensor, starts: Tensor) -> Features:
         """Run each packed document as a text of its own, in batches of similar length.
 
-        On a CPU this is faster than one forward behind a mask of T x T.
+        On a CPU this is faster than one forward behind a mask of T x T, which on a GPU long rows have no memory for.
         """
         offsets, flat, found = document_offsets(starts), tokens.flatten(), None
         lengths = [stop - start for start, stop in pairwise(offsets)]

@@ -52,8 +52,10 @@ def settled(config: Mapping) -> dict:
     config["tau"]["context_tokens"] = config["tau"]["context_tokens"] or contexts_of(data["row_tokens"])
     if data["batch_size"] is None:
         data["batch_size"] = -(-BATCH_ROWS // n_ranks) * n_ranks
+    tried = [trainer["activation_checkpointing"]] if trainer["activation_checkpointing"] is not None else [False, True]
+    trainer["activation_checkpointing"] = tried[0]
     if divides and trainer["accelerator"] == "gpu" and data["batch_size"] % n_ranks == 0:
-        _divide(config, n_ranks)
+        _divide(config, n_ranks, tried)
     return config
 
 
@@ -63,22 +65,30 @@ def plan_for(config: Mapping) -> tuple[Plan, Machine]:
     return plan_of(config, machine, planned_ranks(config["trainer"])), machine
 
 
-def _divide(config: dict, n_ranks: int) -> None:
-    """Divide the rows of a step into as few batches as fit the memory of a GPU."""
+def _divide(config: dict, n_ranks: int, tried: list[bool]) -> None:
+    """Divide the rows of a step into as few batches as fit the memory of a GPU.
+
+    `tried` are values of trainer.activation_checkpointing: a later one where not even one row fits by an earlier one.
+    """
+    share, found = config["data"]["batch_size"] // n_ranks, None
     try:
-        outline, memory = Outline.of(config), _machine(config).memory_bytes
+        memory = _machine(config).memory_bytes
+        for recomputes in tried if memory else ():
+            config["trainer"]["activation_checkpointing"] = recomputes
+            outline = Outline.of(config)
+            left = MEMORY_SHARE * memory - sum(outline.weights(n_ranks).values())
+            divisors = [n for n in range(1, share + 1) if share % n == 0]
+            fitting = (n for n in divisors if outline.pass_bytes(outline.step(share // n), n_ranks) <= left)
+            if found := next(fitting, None):
+                break
     except Exception as error:  # the training will say what is wrong, or has no plan
+        config["trainer"]["activation_checkpointing"] = tried[0]
         log.debug("batches are not divided: %s", error)
         return
-    if memory is None:
-        return
-    share = config["data"]["batch_size"] // n_ranks
-    left = MEMORY_SHARE * memory - sum(outline.weights(n_ranks).values())
-    divisors = [n for n in range(1, share + 1) if share % n == 0]
-    fitting = (n for n in divisors if outline.pass_bytes(outline.step(share // n), n_ranks) <= left)
-    n_batches = next(fitting, share)
-    config["data"]["batch_size"] //= n_batches
-    config["trainer"]["accumulate_grad_batches"] = n_batches
+    if memory:
+        n_batches = found or share
+        config["data"]["batch_size"] //= n_batches
+        config["trainer"]["accumulate_grad_batches"] = n_batches
 
 
 def _machine(config: Mapping) -> Machine:
