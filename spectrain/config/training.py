@@ -75,6 +75,9 @@ class Trainer:
     activation_checkpointing: bool | None = option(
         None, "true: blocks run again in the backward pass; null: where not even one row fits a GPU without"
     )
+    compile: str = option(
+        "auto", "auto: on a GPU blocks and loss are compiled before the first step", one_of=("auto", "none")
+    )
     log_every_n_steps: int = option(10, "steps per row of the curve", least=1)
     val_check_interval: int = option(250, "batches per validation", least=1)
 

@@ -13,7 +13,7 @@ from functools import cached_property, lru_cache, partial
 from itertools import pairwise
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from spectrain.decoding.kv_cache import KVCache
@@ -108,6 +108,11 @@ class TargetModel:
     def engine(self) -> str:
         """What the model runs on: lean or transformers."""
         return self._engine.name
+
+    @property
+    def text_blocks(self) -> Sequence[nn.Module]:
+        """The blocks of the lean decoder that whole texts run through; () of other models."""
+        return self._engine.text_decoder.blocks if self.engine == "lean" else ()
 
     def to(self, device: torch.device) -> None:
         """Move the model in place, unless it is spread over several devices."""

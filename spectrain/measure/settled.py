@@ -65,6 +65,26 @@ def plan_for(config: Mapping) -> tuple[Plan, Machine]:
     return plan_of(config, machine, planned_ranks(config["trainer"])), machine
 
 
+def peak_tokens_per_s(config: Mapping) -> float | None:
+    """Return at which speed the ranks of a settled config would reach the peak of their arithmetic.
+
+    FLOPs are those of the forward and the backward pass, without what is computed again; of drafters only. None where
+    `hardware` is not given and this machine's GPU is not known, or where it has no peaks.
+    """
+    on_gpu, trainer = config["trainer"]["accelerator"] == "gpu", config["trainer"]
+    node = config["hardware"] or (_known() if on_gpu else None)
+    if node is None or node["operational_intensity"] is not None:
+        return None
+    try:
+        peaks = _machine({**config, "hardware": node}).peaks
+        outline = Outline.of({**config, "trainer": {**trainer, "activation_checkpointing": False}})
+        flops = outline.step(1).flops.sum() / config["data"]["row_tokens"]
+    except Exception as error:  # a training must not end for it
+        log.debug("no train/mfu: %s", error)
+        return None
+    return planned_ranks(trainer) * peaks.flops_per_s / flops
+
+
 def _divide(config: dict, n_ranks: int, tried: list[bool]) -> None:
     """Divide the rows of a step into as few batches as fit the memory of a GPU.
 
@@ -108,8 +128,20 @@ def _machine(config: Mapping) -> Machine:
 
 def _here(on_gpu: bool) -> dict:
     """Return the file of conf/hardware/ that describes this machine; of an unknown GPU that of an H100."""
-    files = {file.stem: read_yaml(file) for file in sorted((conf_dir() / "hardware").glob("*.yaml"))}
-    device = torch.cuda.get_device_name() if torch.cuda.is_available() else ""
-    known = (one for one in files.values() if on_gpu and one["name"] in device)
-    assumed = files["cpu"] if not on_gpu else files["h100"] | {"name": f"{device or 'GPU'} as an H100"}
-    return asdict(HardwareOptions()) | next(known, assumed)
+    if not on_gpu:
+        return _read("cpu")
+    return _known() or _read("h100") | {"name": f"{_device() or 'GPU'} as an H100"}
+
+
+def _known() -> dict | None:
+    """Return the file of this machine's GPU, None where there is none."""
+    files = (_read(file.stem) for file in sorted((conf_dir() / "hardware").glob("*.yaml")))
+    return next((one for one in files if one["name"] in _device()), None)
+
+
+def _read(name: str) -> dict:
+    return asdict(HardwareOptions()) | read_yaml(conf_dir() / "hardware" / f"{name}.yaml")
+
+
+def _device() -> str:
+    return torch.cuda.get_device_name() if torch.cuda.is_available() else ""

@@ -73,7 +73,7 @@ def rollout(
     for j in range(config.k):
         mask = layout.rollout_mask(j).expand(n_rows, -1, -1, -1).flatten(0, 1)[:, None]
         last = j + 1 == config.k
-        rope_j = (ropes[0][:, :, j], ropes[1][:, :, j])
+        rope_j = tuple(part[:, :, j].contiguous() for part in ropes)
         previous = None if state is None else state.masked_fill(begins[:, :, j], 0)
         state, owns = drafter.step(drafter.joined(by_pass[:, :, j], previous), rope_j, past, mask, last, drafted)
         hidden.append(state)

@@ -12,6 +12,7 @@ Letters: N positions (of all rows, flattened), n of a chunk, D hidden size, V vo
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextvars import ContextVar
 from dataclasses import dataclass
 
@@ -22,6 +23,7 @@ from torch import Tensor
 MOST_LOGITS = {"cpu": 1 << 22}  # of a chunk: 16 MB, for which a CPU's allocator need not ask the system each time
 MOST_LOGITS_ELSEWHERE = 1 << 26  # with fewer positions a GPU waits for the unembedding, which each chunk reads
 TILE = 128  # positions that a GPU multiplies together
+Chunk = Callable[..., tuple[Tensor, Tensor | None, Tensor | None]]
 # The device that a step on `meta`, which has no autocast, stands for, and the dtype of its products.
 PLANNED: ContextVar[tuple[str, torch.dtype]] = ContextVar("planned", default=("cuda", torch.bfloat16))
 
@@ -58,7 +60,12 @@ class LossParts:
 
 
 def drafter_loss(
-    settings: LossSettings, hidden: Tensor, unembedding: Tensor, teacher: Teacher, next_tokens: Tensor
+    settings: LossSettings,
+    hidden: Tensor,
+    unembedding: Tensor,
+    teacher: Teacher,
+    next_tokens: Tensor,
+    chunk: Chunk | None = None,
 ) -> LossParts:
     """Compute the training loss of a drafter, averaged over positions; 0 where there is none.
 
@@ -68,6 +75,7 @@ def drafter_loss(
         unembedding: [V, D] of the drafter.
         teacher: the target at the same positions.
         next_tokens: [N] int64, the data's next token; -100 where there is none (read by "hard" only).
+        chunk: `chunk_loss`, compiled.
     """
     hard = next_tokens if settings.kind == "hard" else None
     loss, cross_entropy, alpha = _ChunkedLoss.apply(
@@ -79,11 +87,14 @@ def drafter_loss(
         hard,
         settings.weights,
         torch.is_grad_enabled(),
+        chunk or chunk_loss,
     )
     return LossParts(loss, cross_entropy, alpha)
 
 
-def next_token_loss(hidden: Tensor, unembedding: Tensor, tokens: Tensor, learned: Tensor) -> Tensor:
+def next_token_loss(
+    hidden: Tensor, unembedding: Tensor, tokens: Tensor, learned: Tensor, chunk: Chunk | None = None
+) -> Tensor:
     """Compute the cross-entropy on the data, nats per token, averaged over the learned positions.
 
     Args:
@@ -91,11 +102,13 @@ def next_token_loss(hidden: Tensor, unembedding: Tensor, tokens: Tensor, learned
         unembedding: [V, D].
         tokens: [B, L] int64.
         learned: [B, L] bool, the positions whose next token is learned. The last of a row has none.
+        chunk: `chunk_loss`, compiled.
     """
     places = F.pad(learned[:, :-1], (0, 1)).flatten().nonzero()[:, 0]
     labels = F.pad(tokens[:, 1:], (0, 1)).flatten()[places]
     states = hidden.flatten(0, 1)[places]
-    return _ChunkedLoss.apply(states, unembedding, None, None, None, labels, (1.0, 0.0), torch.is_grad_enabled())[0]
+    options = (1.0, 0.0), torch.is_grad_enabled(), chunk or chunk_loss
+    return _ChunkedLoss.apply(states, unembedding, None, None, None, labels, *options)[0]
 
 
 class _ChunkedLoss(torch.autograd.Function):
@@ -105,7 +118,9 @@ class _ChunkedLoss(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx, hidden, unembedding, teacher_hidden, teacher_unembedding, kept, hard, weights, grad_enabled):
+    def forward(
+        ctx, hidden, unembedding, teacher_hidden, teacher_unembedding, kept, hard, weights, grad_enabled, chunk
+    ):
         needs_grad = grad_enabled and (hidden.requires_grad or unembedding.requires_grad)
         trains_unembedding = grad_enabled and unembedding.requires_grad
         n_positions = max(1, hidden.shape[0])
@@ -125,14 +140,14 @@ class _ChunkedLoss(torch.autograd.Function):
                 if cast_teacher is not None:
                     of_teacher = teacher_hidden[part].to(cast_teacher.dtype) @ cast_teacher.T
                 labels = None if hard is None else hard[part]
-                ce, alpha = chunk_loss(logits, of_teacher, kept, labels, weights, needs_grad)
+                ce, alpha, grad_logits = chunk(logits, of_teacher, kept, labels, weights, needs_grad)
                 cross_entropy += ce.sum()
                 if alpha is not None:
                     alphas[part] = alpha
-                if needs_grad:  # it stands in place of the logits
-                    grad_hidden[part] = logits @ cast
+                if needs_grad:
+                    grad_hidden[part] = grad_logits @ cast
                     if trains_unembedding:
-                        grad_unembedding += logits.T @ hidden[part].to(logits.dtype)
+                        grad_unembedding += grad_logits.T @ hidden[part].to(cast.dtype)
         cross_entropy /= n_hard
         if needs_grad:
             scale = (weights[0] or weights[1]) / n_hard
@@ -147,7 +162,7 @@ class _ChunkedLoss(torch.autograd.Function):
     def backward(ctx, grad_loss, *_):
         grad_hidden, grad_unembedding = ctx.saved_tensors
         by_unembedding = None if grad_unembedding is None else grad_unembedding * grad_loss
-        return grad_hidden * grad_loss, by_unembedding, None, None, None, None, None, None
+        return grad_hidden * grad_loss, by_unembedding, *[None] * 7
 
 
 def _as_computed(weight: Tensor, states: Tensor) -> Tensor:
@@ -178,10 +193,10 @@ def chunk_loss(
     labels: Tensor | None,
     weights: tuple[float, float],
     needs_grad: bool,
-) -> tuple[Tensor, Tensor | None]:
+) -> tuple[Tensor, Tensor | None, Tensor | None]:
     """Return the cross-entropy [n] and alpha [n] of a chunk, float32, whatever the dtype of the logits.
 
-    With `needs_grad` the gradient of the weighted loss by the logits [n, V] takes their place, divided by the first
+    With `needs_grad` also the gradient of the weighted loss by the logits [n, V], in their dtype, divided by the first
     weight that is not 0. Each operation reads or writes [n, V] once more, so there are as few as may be.
     """
     p = None if of_teacher is None else of_teacher.softmax(-1, dtype=torch.float32)
@@ -197,22 +212,21 @@ def chunk_loss(
         shared = torch.minimum(p, q)
         alpha = shared.sum(-1)
     if not needs_grad:
-        return cross_entropy, alpha
+        return cross_entropy, alpha, None
     if labels is not None:
         assert weights == (1.0, 0.0), weights
-        q.scatter_add_(-1, labels, -torch.ones_like(q[:, :1]))
-        torch.mul(q, counted[:, None], out=logits)
+        grad = q.scatter_add_(-1, labels, -torch.ones_like(q[:, :1])).mul_(counted[:, None])
     elif not weights[1]:
-        torch.sub(q, p, out=logits)
+        grad = q.sub_(p)
     else:
         difference = torch.sub(q, p, out=p)
         exceeds = torch.ge(difference, 0, out=shared)  # t, as numbers: masks are ten times as slow on a CPU
         exceeds -= _dot(q, exceeds)[:, None]
         if weights[0]:
-            torch.addcmul(difference, q, exceeds, value=weights[1] / weights[0], out=logits)
+            grad = torch.addcmul(difference, q, exceeds, value=weights[1] / weights[0], out=q)
         else:
-            torch.mul(q, exceeds, out=logits)
-    return cross_entropy, alpha
+            grad = q.mul_(exceeds)
+    return cross_entropy, alpha, grad.to(logits.dtype)
 
 
 def _dot(one: Tensor, other: Tensor) -> Tensor:
