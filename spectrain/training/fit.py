@@ -140,7 +140,7 @@ def naming_the_remedy(data: Mapping) -> Iterator[None]:
                 "another rank ended, and this one cannot go on alone; see what it said, then give the same command"
             ) from error
         if type(error).__module__.startswith(("torch._dynamo", "torch._inductor")):
-            said = str(error).strip().splitlines()[0]
+            said = str(error.__cause__ or error).strip().splitlines()[0]
             raise UserError(f"torch.compile refused a block or the loss ({said}); give trainer.compile=none") from error
         if not is_out_of_memory(error):
             raise

@@ -5,7 +5,7 @@
 alpha is the probability that a token drawn from q is accepted. Hidden states become logits one chunk of positions at a
 time, and the gradient is computed with the loss, so that memory does not grow with L x V. The gradient is
 
-    d CE / dz = q - p,    d alpha / dz = -q * (t - <q, t>),   t_v = 1 where q_v >= p_v.
+    d CE / dz = q - p,    d alpha / dz = q * (m - <q, m>),   m_v = 1 where q_v < p_v.
 
 Letters: N positions (of all rows, flattened), n of a chunk, D hidden size, V vocabulary.
 """
@@ -220,12 +220,12 @@ def chunk_loss(
         grad = q.sub_(p)
     else:
         difference = torch.sub(q, p, out=p)
-        exceeds = torch.ge(difference, 0, out=shared)  # t, as numbers: masks are ten times as slow on a CPU
-        exceeds -= _dot(q, exceeds)[:, None]
+        below = torch.lt(difference, 0, out=shared)  # m, as numbers: masks are ten times as slow on a CPU
+        below -= _dot(q, below)[:, None]
         if weights[0]:
-            grad = torch.addcmul(difference, q, exceeds, value=weights[1] / weights[0], out=q)
+            grad = torch.addcmul(difference, q, below, value=-weights[1] / weights[0], out=q)
         else:
-            grad = q.mul_(exceeds)
+            grad = q.mul_(below).neg_()
     return cross_entropy, alpha, grad.to(logits.dtype)
 
 
