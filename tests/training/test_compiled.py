@@ -37,15 +37,20 @@ def trainings() -> dict[str, Training]:
 
 
 def losses_and_gradients(module: Training, n_tokens: int) -> list[torch.Tensor]:
+    """Loss and gradients of a batch, on the device that the module is on."""
     tokens = torch.randint(4, VOCAB_SIZE, (2, n_tokens), generator=torch.Generator().manual_seed(1))
     module.zero_grad()
-    loss = module.objective(TokenRows(tokens.int())[[0, 1]])
+    batch = TokenRows(tokens.int())[[0, 1]]
+    batch.tokens, batch.is_token = batch.tokens.to(module.device), batch.is_token.to(module.device)
+    loss = module.objective(batch)
     loss.backward()
     return [loss, *(one.grad for one in module.parameters() if one.requires_grad)]
 
 
-def check(kind: str, backend: str, most_graphs: int) -> None:
-    plain, ours = (trainings()[kind] for _ in range(2))
+def check(kind: str, backend: str, most_graphs: int, device: str = "cpu") -> None:
+    plain, ours = (trainings()[kind].to(device) for _ in range(2))
+    for module in (plain, ours):
+        module.setup("fit")  # which brings the target there
     names, counts = list(ours.state_dict()), torch._dynamo.utils.counters["stats"]
     torch._dynamo.reset()
     counts.clear()
