@@ -35,7 +35,7 @@ from spectrain.config.training import Train
 from spectrain.decoding import Drafter
 from spectrain.errors import FinishedRun, UserError
 from spectrain.measure.plots import calibration, training_pictures, write_png
-from spectrain.measure.settled import plan_for, settled
+from spectrain.measure.settled import peak_tokens_per_s, plan_for, settled
 from spectrain.measure.tables import depth_table, head_table, memory_table, show, speed_table, tau_table
 from spectrain.measure.tau import expected_and_measured, measure_speed, measure_tau, tau_settings
 from spectrain.methods.autoregressive import Autoregressive
@@ -85,7 +85,8 @@ def train(options: Train, run: RunFolder) -> None:
     parts = experiment.prepare()
     run.change(parts.data.changed)
     measurement = Measurement(options, experiment, parts) if experiment.drafts else None
-    trainer = fit(run, parts, steps_of(run, experiment, parts), in_multirun())
+    peak = peak_tokens_per_s(run.config) if experiment.drafts else None
+    trainer = fit(run, parts, steps_of(run, experiment, parts), in_multirun(), peak)
     if not trainer.is_global_zero:
         return
     best, weights, steps = run.best.read(), run.best.weights(), trainer.global_step

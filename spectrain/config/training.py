@@ -35,9 +35,7 @@ class Online(Data):
 
     _target_: str = "spectrain.training.sources.Online"
     source: str = "online"
-    document_mask: bool = option(
-        False, "true: documents that are packed into a row do not see each other; memory grows with row_tokens squared"
-    )
+    document_mask: bool = option(False, "true: documents that are packed into a row do not see each other")
 
 
 @dataclass
@@ -74,7 +72,12 @@ class Trainer:
         "batches per optimizer step; null: 1, or on a GPU as few as fit its memory; data.batch_size is divided by it",
         least=1,
     )
-    activation_checkpointing: bool = option(False, "true: blocks run again in the backward pass, which saves memory")
+    activation_checkpointing: bool | None = option(
+        None, "true: blocks run again in the backward pass; null: where not even one row fits a GPU without"
+    )
+    compile: str = option(
+        "auto", "auto: on a GPU blocks and loss are compiled before the first step", one_of=("auto", "none")
+    )
     log_every_n_steps: int = option(10, "steps per row of the curve", least=1)
     val_check_interval: int = option(250, "batches per validation", least=1)
 

@@ -196,16 +196,26 @@ class LlamaBlock(nn.Module):
         return x + (self.added_norm(added) if self.shape.layer_types else added)
 
     def forward(
-        self, x: Tensor, rope: tuple[Tensor, Tensor], past: KeysValues, mask: Tensor
+        self,
+        x: Tensor,
+        rope: tuple[Tensor, Tensor],
+        past: KeysValues,
+        mask: Tensor,
+        since: KeysValues | None = None,
     ) -> tuple[Tensor, KeysValues]:
-        """Run the block over n queries x [B, n, D], whose own keys come after the past ones.
+        """Run the block over n queries x [B, n, D], whose own keys come after the past ones, and those `since` then.
 
         `rope` is cos and sin at the queries' positions, each [B or 1, n, E]. For `mask` see
         `attention`; a query always sees its own key. Returns the block's output [B, n, D], and K/V of its input.
         """
         queries, own = self.queries_keys_values(x, rope)
-        every = KeysValues.cat([past, own])
+        every = KeysValues.cat([past, own] if since is None else [past, since, own])
         return self.after_attention(x, attention(queries, every.keys, every.values, mask)), own
+
+    def of_text(self, x: Tensor, rope: tuple[Tensor, Tensor], mask: Tensor | None) -> Tensor:
+        """Run the block over whole texts x [B, n, D]; for `rope` and `mask` see `forward` and `attention`."""
+        queries, own = self.queries_keys_values(x, rope)
+        return self.after_attention(x, attention(queries, own.keys, own.values, mask))
 
     def _own(self, rope: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
         """Return cos and sin of this block's type, [B, n, E]."""
@@ -251,8 +261,10 @@ class LlamaDecoder(nn.Module):
         inputs = []
         for i, block in enumerate(self.blocks):
             inputs.append(x)
+            if cache is None:
+                x = block.of_text(x, rope, mask)
+                continue
             queries, own = block.queries_keys_values(x, rope)
-            keys, values = (own.keys, own.values) if cache is None else cache.update(own.keys, own.values, i)
-            x = block.after_attention(x, attention(queries, keys, values, mask))
+            x = block.after_attention(x, attention(queries, *cache.update(own.keys, own.values, i), mask))
         final = self.norm(x)
         return final, [[*inputs, final][layer] for layer in capture_layers]

@@ -14,6 +14,7 @@ from torch import Tensor
 from spectrain.decoding.tree import DraftTree
 
 MAX_PADDING = 1 / 16  # largest share of padding in a row, once the batch is large enough
+MOST_MASKED = 4096  # tokens of a row whose documents are kept apart by a mask, which takes memory quadratic in them
 BUSY_PART = 8  # a batch keeps the device busy from 1 / 8 of the budget on
 
 
@@ -77,8 +78,11 @@ def packed_mask(starts: Tensor) -> tuple[Tensor, Tensor]:
 def document_offsets(starts: Tensor) -> list[int]:
     """Return where the documents of packed rows begin among all tokens, row by row, and the number of tokens.
 
-    starts: [B, T] int64, where in the row each token's document begins.
+    starts: [B, T] int64, where in the row each token's document begins. Without values each row is one document, which
+    takes the most arithmetic.
     """
+    if starts.is_meta:
+        return [*range(0, starts.numel() + 1, starts.shape[1])]
     begins = torch.ones_like(starts, dtype=torch.bool)
     begins[:, 1:] = starts[:, 1:] != starts[:, :-1]
     return [*begins.flatten().nonzero()[:, 0].tolist(), starts.numel()]

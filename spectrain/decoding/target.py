@@ -14,12 +14,13 @@ from itertools import pairwise
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from spectrain.decoding.kv_cache import KVCache
 from spectrain.decoding.lean import LLAMA_LIKE, LeanEngine, shape_of, why_not_fused, why_not_lean
 from spectrain.decoding.masks import (
+    MOST_MASKED,
     Nodes,
     causal_mask,
     document_offsets,
@@ -115,6 +116,11 @@ class TargetModel:
     def engine(self) -> str:
         """What the model runs on: lean or transformers."""
         return self._engine.name
+
+    @property
+    def text_blocks(self) -> Sequence[nn.Module]:
+        """The blocks of the lean decoder that whole texts run through; () of other models."""
+        return self._engine.text_decoder.blocks if self.engine == "lean" else ()
 
     def to(self, device: torch.device) -> None:
         """Move the model in place, unless it is spread over several devices."""
@@ -213,7 +219,7 @@ class TargetModel:
 
         With `starts`, documents that are packed into a row do not see each other (see `packed_mask`).
         """
-        if starts is not None and self.device.type == "cpu":
+        if starts is not None and (self.device.type == "cpu" or starts.shape[1] > MOST_MASKED):
             return self._features_of_documents(tokens, starts)
         positions, mask = (None, None) if starts is None else packed_mask(starts)
         _, captured, final = self._engine.run(
@@ -224,7 +230,7 @@ class TargetModel:
     def _features_of_documents(self, tokens: Tensor, starts: Tensor) -> Features:
         """Run each packed document as a text of its own, in batches of similar length.
 
-        On a CPU this is faster than one forward behind a mask of T x T.
+        On a CPU this is faster than one forward behind a mask of T x T, which on a GPU long rows have no memory for.
         """
         offsets, flat, found = document_offsets(starts), tokens.flatten(), None
         lengths = [stop - start for start, stop in pairwise(offsets)]

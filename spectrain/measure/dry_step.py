@@ -26,11 +26,19 @@ from spectrain.measure.cost import Hardware
 aten = torch.ops.aten
 PRODUCTS = {F.linear, torch.matmul, Tensor.matmul, Tensor.__matmul__}
 ATTENTION = aten._scaled_dot_product_flash_attention_for_cpu  # of the fused kernels the one with masks and `meta`
+
+
+def _halved(kernel: object, place: int) -> Callable[..., float]:
+    """Return the count of an attention kernel, whose causal form leaves half out; `place` is where it is asked for."""
+    count = flop_registry[kernel]
+    return lambda *args, **kwargs: count(*args, **kwargs) / (2 if args[place : place + 1] == (True,) else 1)
+
+
 FLOPS = flop_registry | {
-    ATTENTION: flop_registry[aten._scaled_dot_product_flash_attention],
-    aten._scaled_dot_product_flash_attention_for_cpu_backward: flop_registry[
-        aten._scaled_dot_product_flash_attention_backward
-    ],
+    ATTENTION: _halved(aten._scaled_dot_product_flash_attention, 4),
+    aten._scaled_dot_product_flash_attention_for_cpu_backward: _halved(
+        aten._scaled_dot_product_flash_attention_backward, 7
+    ),
 }
 
 
@@ -132,7 +140,7 @@ class _Products(TorchFunctionMode):
     def _rounded(self, value: object) -> object:
         if not self.half or not isinstance(value, Tensor) or value.dtype != torch.float32:
             return value
-        if not (value.is_leaf and value.requires_grad):
+        if not isinstance(value, torch.nn.Parameter):  # what else is a leaf dies, and its id means another tensor
             return value.bfloat16()
         if id(value) not in self.cast:
             self.cast[id(value)] = value.bfloat16()

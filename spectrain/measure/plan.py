@@ -148,6 +148,8 @@ class Outline:
         with torch.device("meta"):
             tokens = torch.zeros(rows, data["row_tokens"], dtype=torch.int64)
             batch = RowBatch(tokens, torch.ones_like(tokens, dtype=torch.bool), [0] * rows, tokens.numel())
+            if data.get("document_mask"):
+                batch.starts = torch.zeros_like(tokens)
             if data["source"] == "offline":
                 states = torch.empty(*tokens.shape, 1 + drafter.config.n_layer, self.module.target.config.hidden_size)
                 batch.captured, batch.final_hidden = states[:, :, 1:].bfloat16(), states[:, :, 0].bfloat16()

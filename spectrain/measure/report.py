@@ -15,6 +15,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
+from statistics import median
 
 import pandas as pd
 from jinja2 import Environment, PackageLoader
@@ -214,6 +215,9 @@ def training_section(kind: str, target: str, runs: Sequence[Run]) -> Section:
         row = {"run": run.name} | ({"what is different": different[run.name]} if len(runs) > 1 else {})
         row |= {"steps": f"{steps:,}{asked}", "tokens": fixed(result.get("tokens"), 0)}
         row |= {"held-out loss": fixed(metrics.get("eval/loss"), 3)}
+        speeds, shares = (logged_values(logged[run.name], f"train/{name}") for name in ("tokens_per_s", "mfu"))
+        row |= {"tokens/s": fixed(median(speeds), 0)} if speeds else {}
+        row |= {"of peak FLOP/s": percent(median(shares), 0)} if shares else {}
         if "eval/alpha" in metrics:
             row["acceptance rate"] = fixed(metrics["eval/alpha"], 3)
         row |= {f"tau, {setting}": interval(one, 2) for setting, one in tau_of(run).items()}
@@ -266,6 +270,10 @@ def read_curve(folder: Path) -> dict[int, dict[str, float]]:
         return {}
     merged = pd.concat(frames).groupby("step").last().drop(columns="epoch", errors="ignore")
     return {int(step): row.dropna().to_dict() for step, row in merged.iterrows()}
+
+
+def logged_values(curve: Mapping[int, Mapping], name: str) -> list[float]:
+    return [row[name] for row in curve.values() if name in row]
 
 
 def last_validation(curve: Mapping[int, Mapping]) -> dict[str, float]:

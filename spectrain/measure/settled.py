@@ -50,8 +50,10 @@ def settled(config: Mapping) -> dict:
     config["tau"]["context_tokens"] = config["tau"]["context_tokens"] or contexts_of(data["row_tokens"])
     if data["batch_size"] is None:
         data["batch_size"] = -(-BATCH_ROWS // n_ranks) * n_ranks
+    tried = [trainer["activation_checkpointing"]] if trainer["activation_checkpointing"] is not None else [False, True]
+    trainer["activation_checkpointing"] = tried[0]
     if divides and trainer["accelerator"] == "gpu" and data["batch_size"] % n_ranks == 0:
-        _divide(config, n_ranks)
+        _divide(config, n_ranks, tried)
     return config
 
 
@@ -61,22 +63,50 @@ def plan_for(config: Mapping) -> tuple[Plan, Machine]:
     return plan_of(config, machine, planned_ranks(config["trainer"])), machine
 
 
-def _divide(config: dict, n_ranks: int) -> None:
-    """Divide the rows of a step into as few batches as fit the memory of a GPU."""
+def peak_tokens_per_s(config: Mapping) -> float | None:
+    """Return at which speed the ranks of a settled config would reach the peak of their arithmetic.
+
+    FLOPs are those of the forward and the backward pass, without what is computed again; of drafters only. None where
+    `hardware` is not given and this machine's GPU is not known, or where it has no peaks.
+    """
+    on_gpu, trainer = config["trainer"]["accelerator"] == "gpu", config["trainer"]
+    node = config["hardware"] or (_known() if on_gpu else None)
+    if node is None or node["operational_intensity"] is not None:
+        return None
     try:
-        outline, memory = Outline.of(config), _machine(config).memory_bytes
+        peaks = _machine({**config, "hardware": node}).peaks
+        outline = Outline.of({**config, "trainer": {**trainer, "activation_checkpointing": False}})
+        flops = outline.step(1).flops.sum() / config["data"]["row_tokens"]
+    except Exception as error:  # a training must not end for it
+        log.debug("no train/mfu: %s", error)
+        return None
+    return planned_ranks(trainer) * peaks.flops_per_s / flops
+
+
+def _divide(config: dict, n_ranks: int, tried: list[bool]) -> None:
+    """Divide the rows of a step into as few batches as fit the memory of a GPU.
+
+    `tried` are values of trainer.activation_checkpointing: a later one where not even one row fits by an earlier one.
+    """
+    share, found = config["data"]["batch_size"] // n_ranks, None
+    try:
+        memory = _machine(config).memory_bytes
+        for recomputes in tried if memory else ():
+            config["trainer"]["activation_checkpointing"] = recomputes
+            outline = Outline.of(config)
+            left = MEMORY_SHARE * memory - sum(outline.weights(n_ranks).values())
+            divisors = [n for n in range(1, share + 1) if share % n == 0]
+            fitting = (n for n in divisors if outline.pass_bytes(outline.step(share // n), n_ranks) <= left)
+            if found := next(fitting, None):
+                break
     except Exception as error:  # the training will say what is wrong, or has no plan
+        config["trainer"]["activation_checkpointing"] = tried[0]
         log.debug("batches are not divided: %s", error)
         return
-    if memory is None:
-        return
-    share = config["data"]["batch_size"] // n_ranks
-    left = MEMORY_SHARE * memory - sum(outline.weights(n_ranks).values())
-    divisors = [n for n in range(1, share + 1) if share % n == 0]
-    fitting = (n for n in divisors if outline.pass_bytes(outline.step(share // n), n_ranks) <= left)
-    n_batches = next(fitting, share)
-    config["data"]["batch_size"] //= n_batches
-    config["trainer"]["accumulate_grad_batches"] = n_batches
+    if memory:
+        n_batches = found or share
+        config["data"]["batch_size"] //= n_batches
+        config["trainer"]["accumulate_grad_batches"] = n_batches
 
 
 def _machine(config: Mapping) -> Machine:
@@ -96,8 +126,14 @@ def _machine(config: Mapping) -> Machine:
 
 def _here(on_gpu: bool) -> dict:
     """Return the file of conf/hardware/ that describes this machine; of an unknown GPU that of an H100."""
-    device = torch.cuda.get_device_name() if torch.cuda.is_available() else ""
-    found = hardware_named(device) if on_gpu else hardware_named("this CPU")
+    found = _known() if on_gpu else hardware_named("this CPU")
     if found is None:
-        found = hardware_named("H100") | {"name": f"{device or 'GPU'} as an H100"}
+        found = hardware_named("H100") | {
+            "name": f"{torch.cuda.get_device_name() if torch.cuda.is_available() else 'GPU'} as an H100"
+        }
     return asdict(HardwareOptions()) | found
+
+
+def _known() -> dict | None:
+    """Return the file of this machine's GPU; None: there is none."""
+    return hardware_named(torch.cuda.get_device_name()) if torch.cuda.is_available() else None

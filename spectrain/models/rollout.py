@@ -56,12 +56,11 @@ def rollout(
     if not config.target_activations:
         return _windowed(drafter, x, layout)[0][:, :n_tokens]
     assert captured.shape[2] == len(config.captured_layers), "rollout needs the target's captured_layers"
-    captured = layout.padded(captured)
     rope = drafter.rope(layout.positions)  # [B or 1, L, D_head]
 
     past = []  # of each block of the model, [B * c, H_kv, s + 2C, D_head]: context as the target saw it
     for i, block in enumerate(drafter.blocks):
-        past.append(layout.around(block.keys_values(captured[:, :, i].to(x.dtype), rope), own=True))
+        past.append(layout.around(drafter.run(drafter.of_context, block, layout.padded(captured[:, :, i]), rope), True))
 
     in_blocks = (layout.n_chunks, layout.chunk // config.k, config.k, -1)
     by_pass = x.view(n_rows, *in_blocks).flatten(0, 1)
@@ -69,17 +68,17 @@ def rollout(
     begins = (layout.positions == 0).view(-1, *in_blocks[:-1]).expand(n_rows, -1, -1, -1).flatten(0, 1)[..., None]
     state = None  # final states one token earlier: of roots the target's; of the first token of a document 0
     if config.previous_state:
-        state = F.pad(captured[:, :-1, -1], (0, 0, 1, 0)).view_as(by_pass)[:, :, 0]
-    hidden = []
+        state = layout.padded(F.pad(captured[:, :-1, -1], (0, 0, 1, 0))).view_as(by_pass)[:, :, 0]
+    hidden, drafted = [], None  # K/V of the memories of the block's earlier tokens
     for j in range(config.k):
         mask = layout.rollout_mask(j).expand(n_rows, -1, -1, -1).flatten(0, 1)[:, None]
         last = j + 1 == config.k
-        rope_j = (ropes[0][:, :, j], ropes[1][:, :, j])
+        rope_j = tuple(part[:, :, j].contiguous() for part in ropes)
         previous = None if state is None else state.masked_fill(begins[:, :, j], 0)
-        state, memories = drafter.step(drafter.joined(by_pass[:, :, j], previous), rope_j, past, mask, last)
+        state, owns = drafter.step(drafter.joined(by_pass[:, :, j], previous), rope_j, past, mask, last, drafted)
         hidden.append(state)
         if not last:
-            past = [KeysValues.cat([p, m]) for p, m in zip(past, memories, strict=True)]
+            drafted = owns if drafted is None else [KeysValues.cat(both) for both in zip(drafted, owns, strict=True)]
     return torch.stack(hidden, dim=2).reshape(*x.shape)[:, layout.lead : layout.lead + n_tokens]
 
 
@@ -117,9 +116,9 @@ def _windowed(drafter: SpireDrafter, x: Tensor, layout: _Layout) -> tuple[Tensor
     mask = grouped(layout.window_mask().expand(n_rows, -1, -1, -1).flatten(0, 1)[:, None], drafter.config.shape)
     every = []
     for block in drafter.blocks:
-        every.append(block.keys_values(x, rope))
+        every.append(drafter.run(block.keys_values, x, rope))
         past = layout.around(every[-1], own=False)
-        x, _ = drafter.run_block(block, x.reshape(n_rows * layout.n_chunks, layout.chunk, -1), ropes, past, mask)
+        x, _ = drafter.run(block, x.reshape(n_rows * layout.n_chunks, layout.chunk, -1), ropes, past, mask)
         x = x.view(n_rows, n_tokens, -1)
     return drafter.norm(x), every
 
@@ -143,6 +142,8 @@ class _Layout:
 
     def padded(self, rows: Tensor) -> Tensor:  # [B, n_tokens, ...] -> [B, L, ...]
         after = self.starts.shape[1] - self.lead - rows.shape[1]
+        if not self.lead + after:  # padding by nothing would copy them
+            return rows
         return F.pad(rows, (0, 0) * (rows.dim() - 2) + (self.lead, after))
 
     @property

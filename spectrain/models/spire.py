@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -251,34 +251,52 @@ class SpireDrafter(nn.Module):
         """
         if not self.config.feedback:
             return states[: self.config.n_layer]
-        weights = self.feedback_shares()
-        stacked = torch.stack(states)  # [n_layer + 1, R, n, D]; not a matrix product, which autocast would round
-        return list((weights[:, :, None, None, None] * stacked).sum(dim=1))
+        mixed = []
+        for shares in self.feedback_shares():  # one by one: all products at once would take n_layer^2 times the memory
+            memory = states[0] * shares[0]
+            for state, share in zip(states[1:], shares[1:], strict=True):
+                memory = memory + state * share  # not a matrix product, which autocast would round
+            mixed.append(memory)
+        return mixed
 
     def feedback_shares(self) -> Tensor:
         """Return what each layer's state has in the memories of each block, [n_layer, n_layer + 1]."""
         return self.feedback_weight.softmax(dim=-1).expand(self.config.n_layer, -1)
 
     def step(
-        self, x: Tensor, rope: tuple[Tensor, Tensor], past: list[KeysValues], mask: Tensor, last: bool = False
+        self,
+        x: Tensor,
+        rope: tuple[Tensor, Tensor],
+        past: list[KeysValues],
+        mask: Tensor,
+        last: bool = False,
+        drafted: list[KeysValues] | None = None,
     ) -> tuple[Tensor, list[KeysValues]]:
         """Run all blocks over tokens that do not see one another, given their inputs x [R, n, D].
 
-        For `rope` and `mask` see `LlamaBlock.forward`. If `last`, no later token will see these tokens, so their
-        memories are not computed. Returns the normed final hidden state [R, n, D], and for each block the K/V of the
-        tokens' memories.
+        For `rope`, `mask`, `past` and what is `drafted` since, of each block, see `LlamaBlock.forward`. If `last`, no
+        later token will see these tokens, so their memories are not computed. Returns the normed final hidden state
+        [R, n, D], and for each block the K/V of the tokens' memories.
         """
         states, owns, mask = [x], [], grouped(mask, self.config.shape)
-        for block, keys_values in zip(self.blocks, past, strict=True):
-            x, own = self.run_block(block, x, rope, keys_values, mask)
+        for block, keys_values, since in zip(self.blocks, past, drafted or [None] * len(past), strict=True):
+            x, own = self.run(block, x, rope, keys_values, mask, since)
             states.append(x)
             owns.append(own)
         if self.config.feedback and not last:
-            owns = [block.keys_values(m, rope) for block, m in zip(self.blocks, self.memories(states), strict=True)]
+            owns = self.run(self.of_memories, states, rope)
         return self.norm(x), owns
 
-    def run_block(self, block: LlamaBlock, *inputs: object) -> tuple[Tensor, KeysValues]:
-        """Call `block(*inputs)`. If the drafter `recomputes`, only the inputs are kept for the backward pass."""
+    def of_memories(self, states: list[Tensor], rope: tuple[Tensor, Tensor]) -> list[KeysValues]:
+        """Return for each block K/V of the memories of tokens with these states; see `memories`."""
+        return [block.keys_values(m, rope) for block, m in zip(self.blocks, self.memories(states), strict=True)]
+
+    def of_context(self, block: LlamaBlock, captured: Tensor, rope: tuple[Tensor, Tensor]) -> KeysValues:
+        """Return K/V of the target's activations [B, L, D] for a block."""
+        return block.keys_values(captured.to(self.norm.weight.dtype), rope)
+
+    def run(self, function: Callable, *inputs: object) -> object:
+        """Call `function(*inputs)`. If the drafter `recomputes`, only the inputs are kept for the backward pass."""
         if self.recomputes and torch.is_grad_enabled():
-            return checkpoint(block, *inputs, use_reentrant=False, preserve_rng_state=False)  # nothing is drawn
-        return block(*inputs)
+            return checkpoint(function, *inputs, use_reentrant=False, preserve_rng_state=False)  # nothing is drawn
+        return function(*inputs)

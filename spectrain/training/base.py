@@ -8,17 +8,19 @@ from __future__ import annotations
 
 import logging
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
+import torch
 from lightning import LightningModule
-from torch import Tensor
+from torch import Tensor, nn
 
 from spectrain.decoding import Drafter, TargetModel
 from spectrain.errors import UserError
 from spectrain.models.draft_states import DraftStates
 from spectrain.training.data import RowBatch, RowData, Rows
+from spectrain.training.losses import chunk_loss
 from spectrain.training.optim import OptimizerSettings, build_optimizer, warmup_then_down
 from spectrain.training.runs import RunFolder
 from spectrain.training.sources import Source
@@ -36,6 +38,9 @@ class Training(LightningModule):
     Frozen models are no submodules: they stay out of the optimizer and of checkpoints.
     """
 
+    compiles = False  # whether blocks and loss are compiled before the first step
+    chunk_loss: Callable | None = None  # `losses.chunk_loss`, once it is compiled
+
     def __init__(
         self,
         optimizer: OptimizerSettings,
@@ -52,6 +57,15 @@ class Training(LightningModule):
             self.target.to(self.device)
         for states in self._frozen:
             states.to(self.device)
+        if self.compiles:
+            self.compile_blocks()
+            self.compiles = False
+
+    def compile_blocks(self, backend: str = "inductor") -> None:
+        """Compile what takes most of a step: the blocks of models, where they are ours, and the loss."""
+        self.chunk_loss = compiled(chunk_loss, backend)
+        if self.target is not None and self.target.device.type != "cpu":  # where it has kernels of its own
+            compile_methods(self.target.text_blocks, ("of_text",), backend)
 
     def weighted_by_ranks(self, mean: Tensor, learned: Tensor) -> Tensor:
         """Weigh a rank's mean over its `learned` positions, so that the mean over ranks is that over all positions."""
@@ -91,6 +105,21 @@ class Training(LightningModule):
     @abstractmethod
     def recompute_activations(self) -> None:
         """Compute the inside of blocks again in the backward pass, in place of keeping it."""
+
+
+def compiled(function: Callable, backend: str) -> Callable:
+    """Return a function compiled for all sizes. One that cannot be compiled, or too often, raises: it never runs as is.
+
+    The graph of a block is the same for all blocks, because weights are inputs of it.
+    """
+    return torch.compile(function, fullgraph=True, dynamic=True, backend=backend)
+
+
+def compile_methods(modules: Iterable[nn.Module], names: Sequence[str], backend: str) -> None:
+    """Compile methods of modules in place; names of weights stay as they are."""
+    for module in modules:
+        for name in names:
+            setattr(module, name, compiled(getattr(module, name), backend))
 
 
 @dataclass(frozen=True)

@@ -29,18 +29,28 @@ EXPECTED_TAU = "eval/tau_expected"
 
 
 class TokensPerSecond(Callback):
-    """Logs `train/tokens_per_s` of all ranks, a mean over about the last 20 batches."""
+    """Logs `train/tokens_per_s` of all ranks over about the last 20 batches, and of it `train/mfu`.
 
-    def __init__(self) -> None:
+    Args:
+        peak_tokens_per_s: at which all ranks would reach the peak of their arithmetic; None: there is no `train/mfu`.
+    """
+
+    kept = 0.95  # of the sums, with each batch
+
+    def __init__(self, peak_tokens_per_s: float | None = None) -> None:
+        self.peak_tokens_per_s = peak_tokens_per_s
         self._last_s: float | None = None
-        self._mean: float | None = None
+        self._tokens = self._seconds = 0.0  # not a mean of rates: of accumulated batches one has the optimizer's time
 
     def on_train_batch_end(self, trainer: Trainer, module: LightningModule, outputs: object, batch: Tensor, batch_idx):
         now_s = time.perf_counter()
         if self._last_s is not None:
-            rate = batch.n_tokens * trainer.world_size / (now_s - self._last_s)
-            self._mean = rate if self._mean is None else 0.95 * self._mean + 0.05 * rate
-            module.log("train/tokens_per_s", self._mean, prog_bar=True, rank_zero_only=True)
+            self._tokens = self.kept * self._tokens + batch.n_tokens * trainer.world_size
+            self._seconds = self.kept * self._seconds + now_s - self._last_s
+            rate = self._tokens / self._seconds
+            module.log("train/tokens_per_s", rate, prog_bar=True, rank_zero_only=True)
+            if self.peak_tokens_per_s:
+                module.log("train/mfu", rate / self.peak_tokens_per_s, prog_bar=True, rank_zero_only=True)
         self._last_s = now_s
 
     def on_validation_end(self, trainer: Trainer, module: LightningModule) -> None:

@@ -18,6 +18,7 @@ from hydra.utils import instantiate
 from lightning import Callback, Trainer
 from lightning.pytorch.loggers import Logger
 from lightning.pytorch.utilities import rank_zero_only
+from torch.utils._triton import has_triton
 
 from spectrain.config import PACKAGE
 from spectrain.decoding import fingerprint
@@ -42,10 +43,13 @@ from spectrain.training.strategies import ZeroStrategy, check_shared, precision_
 
 log = logging.getLogger(__name__)
 
+OWN_OPTIONS = ("activation_checkpointing", "compile")  # of `trainer`, which Lightning does not know
 LOST_RANK = ("Connection closed by peer", "Connection reset by peer")  # as gloo says it
 
 
-def fit(run: RunFolder, parts: Parts, max_steps: int, in_sweep: bool = False) -> Trainer:
+def fit(
+    run: RunFolder, parts: Parts, max_steps: int, in_sweep: bool = False, peak_tokens_per_s: float | None = None
+) -> Trainer:
     """Train, or resume where the run was interrupted, and validate.
 
     Args:
@@ -53,6 +57,7 @@ def fit(run: RunFolder, parts: Parts, max_steps: int, in_sweep: bool = False) ->
         parts: what is trained.
         max_steps: optimizer steps.
         in_sweep: whether this is one of several trainings of one command.
+        peak_tokens_per_s: see `TokensPerSecond`.
 
     Raises:
         UserError: the trainer's hardware is missing, there are too few rows, the loss is no number any more, or memory
@@ -60,7 +65,7 @@ def fit(run: RunFolder, parts: Parts, max_steps: int, in_sweep: bool = False) ->
     """
     config, module, data, target = run.config, parts.module, parts.data, parts.module.target
     loggers = instantiate(config["logger"], _partial_=True, _convert_="all")(run)
-    trainer = build_trainer(config, max_steps, callbacks(config, run), loggers, in_sweep)
+    trainer = build_trainer(config, max_steps, callbacks(config, run, peak_tokens_per_s), loggers, in_sweep)
     check_batches(config, trainer, len(data.train))
     run.begin()
     if max_steps != UNKNOWN_STEPS:
@@ -78,6 +83,7 @@ def fit(run: RunFolder, parts: Parts, max_steps: int, in_sweep: bool = False) ->
         prepare_resume(checkpoint, trainer)
     if config["trainer"]["activation_checkpointing"]:
         module.recompute_activations()
+    module.compiles = compiles(config["trainer"], trainer)
     facts = {"code": commit_of(PACKAGE), "environment": environment(trainer.world_size)}
     run.note_attempt(run.checkpoint_step, facts)
     for logger in of_wandb(trainer):
@@ -97,16 +103,29 @@ def final_metrics(trainer: Trainer) -> dict[str, float]:
     return {name: float(value) for name, value in trainer.callback_metrics.items() if name.startswith("eval/")}
 
 
-def callbacks(config: Mapping, run: RunFolder) -> list[Callback]:
+def callbacks(config: Mapping, run: RunFolder, peak_tokens_per_s: float | None = None) -> list[Callback]:
     """In the order in which they act: what a checkpoint speaks of is done before it is written."""
     return [
         *([StepsForHours(config["hours"], run.note_steps)] if config["hours"] else []),
-        TokensPerSecond(),
+        TokensPerSecond(peak_tokens_per_s),
         StopOnBadLoss(run.checkpoints),
         KeepBest(run.best, config["select"]["every"]),
         Checkpoints(run.checkpoints, config["checkpoint_s"]),
         progress(),
     ]
+
+
+def compiles(options: Mapping, trainer: Trainer) -> bool:
+    """Whether a training with these `trainer` options compiles its blocks. ZeRO-3 gathers weights inside of them."""
+    if options.get("compile") != "auto" or not uses_gpu(options["accelerator"]):
+        return False
+    if getattr(trainer.strategy, "zero_stage_3", False) or not has_triton():
+        log.warning(
+            "nothing is compiled, because %s", "ZeRO-3 gathers weights" if has_triton() else "Triton is missing"
+        )
+        return False
+    torch._dynamo.config.optimize_ddp = False  # it would cut graphs of blocks, which already end where DDP's do
+    return True
 
 
 @contextmanager
@@ -120,6 +139,9 @@ def naming_the_remedy(data: Mapping) -> Iterator[None]:
             raise UserError(
                 "another rank ended, and this one cannot go on alone; see what it said, then give the same command"
             ) from error
+        if type(error).__module__.startswith(("torch._dynamo", "torch._inductor")):
+            said = str(error.__cause__ or error).strip().splitlines()[0]
+            raise UserError(f"torch.compile refused a block or the loss ({said}); give trainer.compile=none") from error
         if not is_out_of_memory(error):
             raise
         rank = f" on rank {rank_zero_only.rank}" if rank_zero_only.rank else ""
@@ -137,7 +159,7 @@ def build_trainer(
 
     Raise UserError where Lightning does not take the `trainer` node, or ranks cannot share a batch or a sweep.
     """
-    options = {name: value for name, value in config["trainer"].items() if name != "activation_checkpointing"}
+    options = {name: value for name, value in config["trainer"].items() if name not in OWN_OPTIONS}
     options |= {"precision": precision_of(options), **ranks_of_torchrun()}
     if str(options["precision"]).startswith("16"):  # the gradients of `losses.py` are computed with the loss
         raise UserError(

@@ -7,11 +7,12 @@ time, and the gradient is computed with the loss, so that memory does not grow w
 
     d CE / dz = q - p,    d alpha / dz = q * (m - <q, m>),   m_v = 1 where q_v < p_v.
 
-Letters: N positions (of all rows, flattened), D hidden size, V vocabulary.
+Letters: N positions (of all rows, flattened), n of a chunk, D hidden size, V vocabulary.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextvars import ContextVar
 from dataclasses import dataclass
 
@@ -20,7 +21,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 MOST_LOGITS = {"cpu": 1 << 22}  # of a chunk: 16 MB, for which a CPU's allocator need not ask the system each time
-MOST_LOGITS_ELSEWHERE = 1 << 25
+MOST_LOGITS_ELSEWHERE = 1 << 26  # with fewer positions a GPU waits for the unembedding, which each chunk reads
+TILE = 128  # positions that a GPU multiplies together
+Chunk = Callable[..., tuple[Tensor, Tensor | None, Tensor | None]]
 # The device that a step on `meta`, which has no autocast, stands for, and the dtype of its products.
 PLANNED: ContextVar[tuple[str, torch.dtype]] = ContextVar("planned", default=("cuda", torch.bfloat16))
 
@@ -57,7 +60,12 @@ class LossParts:
 
 
 def drafter_loss(
-    settings: LossSettings, hidden: Tensor, unembedding: Tensor, teacher: Teacher, next_tokens: Tensor
+    settings: LossSettings,
+    hidden: Tensor,
+    unembedding: Tensor,
+    teacher: Teacher,
+    next_tokens: Tensor,
+    chunk: Chunk | None = None,
 ) -> LossParts:
     """Compute the training loss of a drafter, averaged over positions; 0 where there is none.
 
@@ -67,6 +75,7 @@ def drafter_loss(
         unembedding: [V, D] of the drafter.
         teacher: the target at the same positions.
         next_tokens: [N] int64, the data's next token; -100 where there is none (read by "hard" only).
+        chunk: `chunk_loss`, compiled.
     """
     hard = next_tokens if settings.kind == "hard" else None
     loss, cross_entropy, alpha = _ChunkedLoss.apply(
@@ -78,11 +87,14 @@ def drafter_loss(
         hard,
         settings.weights,
         torch.is_grad_enabled(),
+        chunk or chunk_loss,
     )
     return LossParts(loss, cross_entropy, alpha)
 
 
-def next_token_loss(hidden: Tensor, unembedding: Tensor, tokens: Tensor, learned: Tensor) -> Tensor:
+def next_token_loss(
+    hidden: Tensor, unembedding: Tensor, tokens: Tensor, learned: Tensor, chunk: Chunk | None = None
+) -> Tensor:
     """Compute the cross-entropy on the data, nats per token, averaged over the learned positions.
 
     Args:
@@ -90,11 +102,13 @@ def next_token_loss(hidden: Tensor, unembedding: Tensor, tokens: Tensor, learned
         unembedding: [V, D].
         tokens: [B, L] int64.
         learned: [B, L] bool, the positions whose next token is learned. The last of a row has none.
+        chunk: `chunk_loss`, compiled.
     """
     places = F.pad(learned[:, :-1], (0, 1)).flatten().nonzero()[:, 0]
     labels = F.pad(tokens[:, 1:], (0, 1)).flatten()[places]
     states = hidden.flatten(0, 1)[places]
-    return _ChunkedLoss.apply(states, unembedding, None, None, None, labels, (1.0, 0.0), torch.is_grad_enabled())[0]
+    options = (1.0, 0.0), torch.is_grad_enabled(), chunk or chunk_loss
+    return _ChunkedLoss.apply(states, unembedding, None, None, None, labels, *options)[0]
 
 
 class _ChunkedLoss(torch.autograd.Function):
@@ -104,39 +118,43 @@ class _ChunkedLoss(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx, hidden, unembedding, teacher_hidden, teacher_unembedding, kept, hard, weights, grad_enabled):
+    def forward(
+        ctx, hidden, unembedding, teacher_hidden, teacher_unembedding, kept, hard, weights, grad_enabled, chunk
+    ):
         needs_grad = grad_enabled and (hidden.requires_grad or unembedding.requires_grad)
         trains_unembedding = grad_enabled and unembedding.requires_grad
         n_positions = max(1, hidden.shape[0])
         n_hard = n_positions if hard is None else (hard >= 0).sum().clamp_min(1)
-        cast, cast_teacher = _as_computed(unembedding), None
+        cast, cast_teacher = _as_computed(unembedding, hidden), None
         if teacher_unembedding is not None:
-            cast_teacher = cast if teacher_unembedding is unembedding else _as_computed(teacher_unembedding)
+            alike = teacher_unembedding is unembedding and _dtype_of(teacher_hidden) == cast.dtype
+            cast_teacher = cast if alike else _as_computed(teacher_unembedding, teacher_hidden)
         grad_hidden = torch.empty_like(hidden) if needs_grad else None
         grad_unembedding = torch.zeros_like(unembedding, dtype=torch.float32) if trains_unembedding else None
         cross_entropy = hidden.new_zeros((), dtype=torch.float32)
         alphas = hidden.new_zeros(len(hidden), dtype=torch.float32)
-        kind = PLANNED.get()[0] if hidden.is_meta else hidden.device.type
-        most = MOST_LOGITS.get(kind, MOST_LOGITS_ELSEWHERE)
-        size = max(1, most // len(unembedding))
-        for start in range(0, len(hidden), size):
-            part = slice(start, start + size)
-            logits, p = hidden[part] @ cast.T, None
-            if cast_teacher is not None:
-                p = (teacher_hidden[part] @ cast_teacher.T).float().softmax(dim=-1)  # [n, V]
-                p = p if kept is None else p[:, kept]
-            labels = None if hard is None else hard[part]
-            ce, alpha, grad_logits = _chunk(logits.float(), p, labels, weights, needs_grad)
-            cross_entropy += ce.sum() / n_hard
-            if p is not None:
-                alphas[part] = alpha
-            if needs_grad:
-                grad_logits = (grad_logits / n_hard).to(logits.dtype)
-                grad_hidden[part] = grad_logits @ cast
-                if trains_unembedding:
-                    grad_unembedding += grad_logits.T @ hidden[part].to(logits.dtype)
+        with torch.autocast("cpu" if hidden.is_meta else hidden.device.type, enabled=False):  # all is cast here
+            for part in _parts(hidden, len(unembedding)):
+                logits = hidden[part].to(cast.dtype) @ cast.T  # [n, V]
+                of_teacher = None
+                if cast_teacher is not None:
+                    of_teacher = teacher_hidden[part].to(cast_teacher.dtype) @ cast_teacher.T
+                labels = None if hard is None else hard[part]
+                ce, alpha, grad_logits = chunk(logits, of_teacher, kept, labels, weights, needs_grad)
+                cross_entropy += ce.sum()
+                if alpha is not None:
+                    alphas[part] = alpha
+                if needs_grad:
+                    grad_hidden[part] = grad_logits @ cast
+                    if trains_unembedding:
+                        grad_unembedding += grad_logits.T @ hidden[part].to(cast.dtype)
+        cross_entropy /= n_hard
         if needs_grad:
-            ctx.save_for_backward(grad_hidden, grad_unembedding.to(unembedding.dtype) if trains_unembedding else None)
+            scale = (weights[0] or weights[1]) / n_hard
+            grad_hidden *= scale
+            if trains_unembedding:
+                grad_unembedding = grad_unembedding.mul_(scale).to(unembedding.dtype)
+            ctx.save_for_backward(grad_hidden, grad_unembedding)
         ctx.mark_non_differentiable(cross_entropy, alphas)
         return weights[0] * cross_entropy - weights[1] * (alphas.sum() / n_positions), cross_entropy, alphas
 
@@ -144,42 +162,76 @@ class _ChunkedLoss(torch.autograd.Function):
     def backward(ctx, grad_loss, *_):
         grad_hidden, grad_unembedding = ctx.saved_tensors
         by_unembedding = None if grad_unembedding is None else grad_unembedding * grad_loss
-        return grad_hidden * grad_loss, by_unembedding, None, None, None, None, None, None
+        return grad_hidden * grad_loss, by_unembedding, *[None] * 7
 
 
-def _as_computed(weight: Tensor) -> Tensor:
-    """Return a weight in the dtype that products run in: autocast would cast it anew for each chunk."""
-    kind = weight.device.type
-    if weight.is_meta:
-        return weight.to(PLANNED.get()[1])
-    return weight.to(torch.get_autocast_dtype(kind)) if torch.is_autocast_enabled(kind) else weight
+def _as_computed(weight: Tensor, states: Tensor) -> Tensor:
+    """Return a weight in the dtype of its products with states: autocast would cast it anew for each chunk."""
+    return weight.to(_dtype_of(states))
 
 
-def _chunk(
-    logits: Tensor, p: Tensor | None, labels: Tensor | None, weights: tuple[float, float], needs_grad: bool
+def _dtype_of(states: Tensor) -> torch.dtype:
+    """Return the dtype in which products of these states run."""
+    kind = states.device.type
+    if states.is_meta:
+        return PLANNED.get()[1]
+    return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else states.dtype
+
+
+def _parts(hidden: Tensor, n_tokens: int) -> list[slice]:
+    """Cut positions into chunks of like size whose logits fit the device."""
+    kind = PLANNED.get()[0] if hidden.is_meta else hidden.device.type
+    most = max(1, MOST_LOGITS.get(kind, MOST_LOGITS_ELSEWHERE) // n_tokens)
+    size = most - most % TILE if kind != "cpu" and most > TILE else most
+    return [slice(start, start + size) for start in range(0, len(hidden), size)]
+
+
+def chunk_loss(
+    logits: Tensor,
+    of_teacher: Tensor | None,
+    kept: Tensor | None,
+    labels: Tensor | None,
+    weights: tuple[float, float],
+    needs_grad: bool,
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
-    """Cross-entropy [n], alpha [n] and, per position, the gradient of the weighted loss by the logits [n, V]."""
-    log_q = logits.log_softmax(dim=-1)
-    q = log_q.exp()
-    alpha = None if p is None else torch.minimum(p, q).sum(dim=-1)
+    """Return the cross-entropy [n] and alpha [n] of a chunk, float32, whatever the dtype of the logits.
+
+    With `needs_grad` also the gradient of the weighted loss by the logits [n, V], in their dtype, divided by the first
+    weight that is not 0. Each operation reads or writes [n, V] once more, so there are as few as may be.
+    """
+    p = None if of_teacher is None else of_teacher.softmax(-1, dtype=torch.float32)
+    p = p if kept is None else p[:, kept]
+    log_q = logits.log_softmax(-1, dtype=torch.float32)
     if labels is None:
-        cross_entropy = -(p * log_q).sum(dim=-1)
+        cross_entropy = -_dot(p, log_q)
     else:
-        kept = labels >= 0
-        cross_entropy = -log_q.gather(-1, labels.clamp_min(0)[:, None])[:, 0] * kept
+        labels, counted = labels.clamp_min(0)[:, None], labels >= 0
+        cross_entropy = -log_q.gather(-1, labels)[:, 0] * counted
+    q, alpha = log_q.exp_(), None
+    if p is not None:
+        shared = torch.minimum(p, q)
+        alpha = shared.sum(-1)
     if not needs_grad:
         return cross_entropy, alpha, None
     if labels is not None:
         assert weights == (1.0, 0.0), weights
-        grad = q.scatter_add(-1, labels.clamp_min(0)[:, None], -torch.ones_like(q[:, :1])) * kept[:, None]
-        return cross_entropy, alpha, grad
-    if not weights[1]:
-        return cross_entropy, alpha, q.sub_(p).mul_(weights[0])
-    mass = q.where(q < p, 0)  # q_v m_v
-    # In place, because each new [n, V] tensor costs memory traffic: w0 (q - p) - w1 (mass - q <q, m>)
-    grad = q.mul_(weights[0] + weights[1] * mass.sum(dim=-1, keepdim=True))
-    grad.sub_(p, alpha=weights[0]).sub_(mass, alpha=weights[1])
-    return cross_entropy, alpha, grad
+        grad = q.scatter_add_(-1, labels, -torch.ones_like(q[:, :1])).mul_(counted[:, None])
+    elif not weights[1]:
+        grad = q.sub_(p)
+    else:
+        difference = torch.sub(q, p, out=p)
+        below = torch.lt(difference, 0, out=shared)  # m, as numbers: masks are ten times as slow on a CPU
+        below -= _dot(q, below)[:, None]
+        if weights[0]:
+            grad = torch.addcmul(difference, q, below, value=-weights[1] / weights[0], out=q)
+        else:
+            grad = q.mul_(below).neg_()
+    return cross_entropy, alpha, grad.to(logits.dtype)
+
+
+def _dot(one: Tensor, other: Tensor) -> Tensor:
+    """Return the products [n] of rows [n, V], which a compiler fuses and eager mode leaves to BLAS."""
+    return (one * other).sum(-1) if torch.compiler.is_compiling() else torch.linalg.vecdot(one, other)
 
 
 def weighted_bce(log_odds: Tensor, labels: Tensor, w_rej: float, w_acc: float = 1.0) -> Tensor:

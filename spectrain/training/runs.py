@@ -49,7 +49,7 @@ CONFIG, FACTS, SOURCE, EXPORT = "config.yaml", "run.json", "source.json", "expor
 # They do not change what is trained.
 NOT_HASHED = ("run_dir", "fresh", "plan", "hardware", "logger", "out", "tau", "vanilla", "checkpoint_s", "export_dtype")
 # A run may go on with another number of ranks.
-NOT_HASHED_OF_TRAINER = ("devices", "num_nodes", "log_every_n_steps", "activation_checkpointing")
+NOT_HASHED_OF_TRAINER = ("devices", "num_nodes", "log_every_n_steps", "activation_checkpointing", "compile")
 
 
 @dataclass(frozen=True)

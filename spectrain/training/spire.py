@@ -21,7 +21,7 @@ from spectrain.models.pruned_init import FIT_TOKENS, NEW, InputFit, last_layers,
 from spectrain.models.rollout import rollout, root_of_epoch
 from spectrain.models.spire import SpireConfig, SpireDrafter
 from spectrain.stores.folder import digest, sha256
-from spectrain.training.base import Experiment, Parts, Training
+from spectrain.training.base import Experiment, Parts, Training, compile_methods
 from spectrain.training.checkpoints import load_weights
 from spectrain.training.data import FeatureRows, RowBatch, Rows
 from spectrain.training.losses import LossParts, LossSettings, Teacher, drafter_loss
@@ -104,11 +104,11 @@ class SpireTraining(Training):
             places_of = torch.full((len(of_target),), -100, device=self.device)
             places_of[kept_tokens] = torch.arange(len(kept_tokens), device=self.device)
             next_tokens = torch.where(next_tokens >= 0, places_of[next_tokens.clamp_min(0)], -100)
-        # The target's is cast to the drafter's dtype: DeepSpeed computes in bfloat16 whatever the target's dtype.
         has_own = self.drafter.config.unembedding != "target"
-        unembedding = self.drafter.unembedding if has_own else rows.to(hidden.dtype)
+        unembedding = self.drafter.unembedding if has_own else rows
         states = hidden.flatten(0, 1)[places]
-        parts = drafter_loss(self.loss_settings, states, unembedding, teacher, next_tokens[places])
+        labels = next_tokens[places]
+        parts = drafter_loss(self.loss_settings, states, unembedding, teacher, labels, self.chunk_loss)
         alpha = parts.alpha.new_zeros(kept.numel()).scatter(0, places, parts.alpha)
         return LossParts(parts.loss, parts.cross_entropy, alpha.view_as(kept))
 
@@ -136,6 +136,12 @@ class SpireTraining(Training):
 
     def recompute_activations(self) -> None:
         self.drafter.recomputes = True
+
+    def compile_blocks(self, backend: str = "inductor") -> None:
+        super().compile_blocks(backend)
+        # Not whole blocks: keys are of another number in each pass, and attention is a kernel of its own anyway.
+        compile_methods(self.drafter.blocks, ("queries_keys_values", "after_attention"), backend)
+        compile_methods([self.drafter], ("of_context", "of_memories"), backend)
 
 
 class SpireExperiment(Experiment):

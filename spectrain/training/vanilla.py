@@ -11,9 +11,10 @@ from transformers import PreTrainedModel
 
 from spectrain.decoding import Drafter, TargetModel
 from spectrain.decoding.masks import packed_mask
+from spectrain.decoding.modules import find_blocks
 from spectrain.methods.speculative import Speculative
 from spectrain.models.vanilla import new_vanilla
-from spectrain.training.base import Experiment, Parts, Training
+from spectrain.training.base import Experiment, Parts, Training, compile_methods
 from spectrain.training.checkpoints import load_weights
 from spectrain.training.data import RowBatch
 from spectrain.training.losses import next_token_loss
@@ -46,7 +47,7 @@ class LanguageModelTraining(Training):
 
     def loss(self, states: Tensor, batch: RowBatch) -> Tensor:
         unembedding = self.model.get_output_embeddings().weight
-        return next_token_loss(states, unembedding, batch.tokens, batch.learned())
+        return next_token_loss(states, unembedding, batch.tokens, batch.learned(), self.chunk_loss)
 
     def states(self, batch: RowBatch) -> Tensor:
         """The final states [B, L, D] of the model, whose products with the unembedding are its logits."""
@@ -74,6 +75,10 @@ class LanguageModelTraining(Training):
     def recompute_activations(self) -> None:
         """Compute the inside of blocks again in the backward pass, in place of keeping it."""
         self.model.gradient_checkpointing_enable({"use_reentrant": False})
+
+    def compile_blocks(self, backend: str = "inductor") -> None:
+        super().compile_blocks(backend)
+        compile_methods(find_blocks(self.model), ("forward",), backend)
 
     def on_before_optimizer_step(self, optimizer: torch.optim.Optimizer) -> None:
         self.log("train/lr", optimizer.param_groups[0]["lr"])

@@ -12,6 +12,7 @@ from tests.conftest import VOCAB_SIZE, random_prompts, tiny_model
 from tests.decoding.reference import greedy_by_full_forwards, random_parents, tree_of
 from tests.decoding.test_lean import MODELS
 from tests.decoding.test_loop import LENGTHS, N_NEW, SMALL, artifacts
+from tests.training.test_compiled import check
 
 pytestmark = pytest.mark.gpu
 CARD = torch.device("cuda")
@@ -83,3 +84,8 @@ def test_lean_logits_and_states_are_those_of_transformers(architecture):
         outputs.append([first.logits, scored.logits, scored.captured])
     for lean, modules in zip(*outputs, strict=True):
         torch.testing.assert_close(lean, modules, atol=1e-3, rtol=1e-3)
+
+
+@pytest.mark.parametrize("kind", ["spire", "vanilla"])
+def test_a_compiled_step_of_training_has_the_plain_one_s_gradients(kind):
+    check(kind, "inductor", 9, "cuda")

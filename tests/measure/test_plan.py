@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
+from transformers import LlamaConfig
 
 from spectrain.cli import composed
 from spectrain.config import options_of, plain
@@ -18,7 +19,7 @@ from spectrain.errors import UserError
 from spectrain.measure.cost import Hardware, fastest_depth, tau_of_depth
 from spectrain.measure.dry_step import cost_of
 from spectrain.measure.plan import Machine, Outline, plan_of
-from spectrain.measure.settled import settled
+from spectrain.measure.settled import peak_tokens_per_s, plan_for, settled
 from spectrain.train import main as train
 from spectrain.train import steps_of
 from spectrain.training.base import Experiment
@@ -60,6 +61,43 @@ def test_a_counted_step_keeps_what_the_backward_pass_needs_and_frees_the_rest():
         freed = cost_of(lambda: ((weight + 1) + 1).sum(), half=False)
     assert kept.peak_bytes > 3 * 4000
     assert freed.peak_bytes < kept.peak_bytes
+
+
+def test_half_of_causal_attention_is_counted_and_a_cast_that_died_is_no_other_tensor_s():
+    with torch.device("meta"):
+        x = torch.empty(1, 2, 16, 8, requires_grad=True)
+        whole, causal = (
+            cost_of(partial(lambda c: F.scaled_dot_product_attention(x, x, x, is_causal=c).sum(), c), half=True)
+            for c in (False, True)
+        )
+        cost_of(lambda: sum((torch.empty(n, 8) @ torch.empty(8, 4)).sum() * x.sum() for n in range(1, 50)), half=True)
+    assert causal.flops.sum() == whole.flops.sum() / 2 > 0
+
+
+@pytest.mark.parametrize("options", [[], ["n_layer=quarter"]], ids=str)
+def test_packed_rows_of_32768_tokens_of_an_8b_shaped_drafter_fit_one_card(tmp_path, options):
+    """Llama 3.1 8B: two blocks as they are, eight by computing activations again, which is found to be needed."""
+    shape = {"hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32, "num_attention_heads": 32}
+    LlamaConfig(
+        **shape, num_key_value_heads=8, vocab_size=128_256, max_position_embeddings=131_072, dtype="bfloat16"
+    ).save_pretrained(tmp_path)
+    rows = "data.row_tokens=32768", "data.batch_size=1", "data.document_mask=true", "target.dtype=bfloat16"
+    machine = "hardware=h100", "trainer.devices=1", "plan=true"
+    config = config_of("+exp=spire", f"target.path={tmp_path}", *rows, *machine, *options)
+    assert config["trainer"]["activation_checkpointing"] == bool(options)
+    plan, machine = plan_for(config)
+    assert plan.memory["forward and backward pass"] < 27 * 2**30
+    assert plan.bytes < 0.8 * machine.memory_bytes
+
+
+def test_the_peak_in_tokens_per_second_is_that_of_all_ranks(tiny):
+    options = "+exp=spire", f"target.path={tiny}", "data.row_tokens=32", "window_tokens=8"
+    assert peak_tokens_per_s(config_of(*options)) is None  # what this CPU has at the most is not known
+    config = config_of(*options, "hardware=h100", "trainer.devices=2", "trainer.precision=32-true")
+    flops = Outline.of(config).step(3).flops.sum() / (3 * 32)
+    assert peak_tokens_per_s(config) == pytest.approx(2 * 67.0e12 / flops, rel=0.01)
+    again = config | {"trainer": config["trainer"] | {"activation_checkpointing": True}}
+    assert peak_tokens_per_s(again) == peak_tokens_per_s(config)  # what is computed again is not counted
 
 
 def test_bytes_of_a_rank_are_those_of_the_arithmetic(tiny):

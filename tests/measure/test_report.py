@@ -186,7 +186,9 @@ def runs(tmp_path, monkeypatch) -> Path:
         write(folder / name / "run.json", json.dumps({"command": f"train {name}", "attempts": [], "steps": 40}))
         if name != "going":
             write(folder / name / "result.json", json.dumps(trained))
-        first = "step,epoch,train/loss,eval/loss\n9,0,3.0,\n19,0,2.0,2.5\n"
+        first = (
+            "step,epoch,train/loss,eval/loss,train/tokens_per_s,train/mfu\n9,0,3.0,,4000,0.5\n19,0,2.0,2.5,5000,0.56\n"
+        )
         write(folder / name / "metrics/version_0/metrics.csv", first)
         write(
             folder / name / "metrics/version_1/metrics.csv", "step,epoch,train/loss,eval/alpha_step_1\n19,0,1.5,0.5\n"
@@ -213,6 +215,8 @@ def test_the_page_of_a_folder_has_every_run(runs, typed):
     assert "left out: runs/broken" in err
     page = Page(Path("report.html").read_text())
     assert page.loaded == []
+    assert "tokens/s of peak FLOP/s" in page.text
+    assert "4,500 53 %" in page.text
     for words in (
         "3 spire drafters for org/model",
         "highest tau: 2.50",

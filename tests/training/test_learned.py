@@ -116,7 +116,9 @@ def test_the_most_frequent_tokens_of_responses_are_kept_and_special_ones_always(
 @pytest.mark.parametrize("kind", ["mixed", "hard"])
 @pytest.mark.parametrize("options", [{}, PREVIOUS], ids=str)
 def test_a_step_on_a_device_waits_for_it_once(options, kind, monkeypatch):
-    monkeypatch.setattr(losses, "_as_computed", lambda weight: weight)  # torch knows no autocast of a pretended device
+    monkeypatch.setattr(
+        losses, "_as_computed", lambda weight, states: weight
+    )  # torch knows no autocast of a pretended device
     rows = rows_of()
     with pretend_device() as device, torch.no_grad():
         module = spire_training(device.target(tiny_model("llama")), **options)

@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 import signal
 import threading
+from itertools import accumulate
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -197,6 +199,23 @@ def test_no_thread_is_left_and_the_speed_is_logged(tmp_path):
     _, _, trainer = train(tmp_path, TokensPerSecond())
     assert trainer.callback_metrics["train/tokens_per_s"] > 0
     assert not [one for one in set(threading.enumerate()) - before if one.name.startswith("read-ahead")]
+
+
+def test_speed_is_tokens_by_seconds_where_gradients_are_accumulated(monkeypatch):
+    """Batches of 100 tokens on two ranks; every second one steps the optimizer and takes 3 s, the others 1 s."""
+    now_s, logged = accumulate([1, 3] * 50), {}
+    monkeypatch.setattr("time.perf_counter", lambda: next(now_s))
+    trainer, batch = SimpleNamespace(world_size=2), SimpleNamespace(n_tokens=100)
+    module = SimpleNamespace(log=lambda name, value, **_: logged.update({name: value}))
+    speed = TokensPerSecond(peak_tokens_per_s=400)
+    for _ in range(99):
+        speed.on_train_batch_end(trainer, module, None, batch, 0)
+    assert logged["train/tokens_per_s"] == pytest.approx(2 * 100 / 2, rel=0.05)
+    assert logged["train/mfu"] == logged["train/tokens_per_s"] / 400
+    logged.clear()
+    speed.on_validation_end(trainer, module)
+    speed.on_train_batch_end(trainer, module, None, batch, 0)
+    assert not logged  # no clock runs over a validation, nor over what came before a resumed run
 
 
 def test_the_loader_counts_what_was_given_not_what_was_read():
