@@ -39,6 +39,7 @@ ENGINES = ("auto", "lean", "transformers")
 GRAPHS = ("auto", "none")
 COMPILE = ("auto", "triton", "none")
 KEPT_BYTES = 1 << 26  # of a cache on a CPU that waits for the next generation
+KEPT_CACHES = 4  # on a GPU, of generations of other numbers of rows, and of drafts
 KEPT_PROGRAMS = 64  # that such a cache has; trees and drafts have any of some twenty sizes, prompts eight
 FINAL = -1  # among captured layers: the final states, the inputs of the unembedding
 
@@ -396,14 +397,13 @@ class TargetModel:
         weights = tuple(weight.data_ptr() for weight in self.model.parameters())
         if self.graphs is not None:
             max_rows = padded(max_rows, ROWS)
-        for i, kept in enumerate(self._kept):
-            alike = (kept.max_rows, kept.block_tokens) == (max_rows, block_tokens) and kept.capacity >= n_tokens
+        alike = [kept for kept in self._kept if (kept.max_rows, kept.block_tokens) == (max_rows, block_tokens)]
+        for kept in alike:
             fits = not kept.keys or (kept.keys[0].dtype, kept.keys[0].device) == (self.dtype, self.device)
-            if alike and fits and kept.weights == weights:
-                return self._kept.pop(i)
-        if self.graphs is not None:
-            self.graphs.forget(*(kept.storage for kept in self._kept))
-        self._kept.clear()
+            if fits and kept.capacity >= n_tokens and kept.weights == weights:
+                self._kept.remove(kept)
+                return kept
+        self._drop(self._kept if self.graphs is None else alike)  # a CPU keeps one, a GPU one of each kind
         cache = KVCache(max_rows, block_tokens, n_tokens)
         cache.graphs, cache.weights = self.graphs, weights
         return cache
@@ -420,6 +420,13 @@ class TargetModel:
         if self.graphs is not None or has_programs:
             cache.clear()
             self._kept.append(cache)
+            self._drop(self._kept[:-KEPT_CACHES])
+
+    def _drop(self, caches: Sequence[KVCache]) -> None:
+        """Free caches that were kept, and the graphs that work on them."""
+        if self.graphs is not None:
+            self.graphs.forget(*(cache.storage for cache in caches))
+        self._kept[:] = [kept for kept in self._kept if kept not in caches]
 
 
 @lru_cache(maxsize=64)

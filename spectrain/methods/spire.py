@@ -171,6 +171,8 @@ class Spire(ChainDrafter):
         if self.slots is not None and self.slots.fits(drafter, self.gamma, cache.max_rows):
             self.slots.clear()
         else:
+            if self.slots is not None and self.graphs is not None:
+                self.graphs.forget(self.slots.storage)
             self.slots = SlotStore(drafter, self.gamma, cache.max_rows, self.tree_nodes)
         self.slots.fused = fused_kernels(shape, target.device) if target.fuses else None
         self._prompts: list[Unread] = []
