@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import logging
+import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -26,6 +28,8 @@ from spectrain.decoding.target import TargetModel
 from spectrain.decoding.weights import to_dtype
 from spectrain.errors import UserError, check_choice
 from spectrain.kernels import works
+
+log = logging.getLogger(__name__)
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 HUB_TIMEOUT_S = 10
@@ -65,6 +69,16 @@ def load_target(
     config = _load_config(name, role)
     called = f"{role} {name} ({config.model_type})"
     check_layers(config, called)
+    card = torch.device("cuda") if device == "auto" else device
+    if parallel == "none" and torch.cuda.is_available() and str(card).startswith("cuda"):
+        has_bf16 = torch.cuda.is_bf16_supported(including_emulation=False)
+        check_card(config, called, dtype, torch.cuda.mem_get_info(card)[0], has_bf16)
+        if torch.cuda.device_count() > 1 and "WORLD_SIZE" not in os.environ and role == "target":
+            log.warning(
+                "%d GPUs are visible, of which target.parallel=none uses one; give target.parallel=device_map to use "
+                "all, or CUDA_VISIBLE_DEVICES to name it",
+                torch.cuda.device_count(),
+            )
     model = _load_model(name, called, config, {"dtype": DTYPES[dtype], **PARALLEL[parallel]})
     try:
         tokenizer = read_tokenizer(name)
@@ -81,6 +95,25 @@ def load_target(
     if not _is_causal(target):
         raise UserError(f"{called} {NOT_CAUSAL}")
     return target
+
+
+def check_card(config: PretrainedConfig, called: str, dtype: str, free_bytes: int, has_bf16: bool) -> None:
+    """Raise UserError unless the weights of a model fit the free memory of a GPU, which computes in their dtype."""
+    if dtype == "bfloat16" and not has_bf16:
+        raise UserError(
+            f"this GPU does not compute in bfloat16, which is the dtype of {called}; give target.dtype=float16"
+        )
+    if getattr(config, "quantization_config", None) is not None:
+        return
+    with torch.device("meta"):
+        n_weights = sum(weight.numel() for weight in AutoModelForCausalLM.from_config(config).parameters())
+    n_bytes = n_weights * DTYPES[dtype].itemsize
+    if n_bytes > free_bytes:
+        shorter = ", a shorter target.dtype" if dtype == "float32" else ""
+        raise UserError(
+            f"{called} has {n_bytes / 2**30:.1f} GiB of weights in {dtype}, but {free_bytes / 2**30:.1f} GiB of the GPU "
+            f"are free; give target.parallel=device_map{shorter} or target.device=cpu"
+        )
 
 
 def _load_model(name: str, called: str, config: PretrainedConfig, options: Mapping[str, object]) -> nn.Module:

@@ -9,6 +9,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, BertConfig, BertForMaskedLM
 
 from spectrain.decoding import load_target
+from spectrain.decoding.loading import check_card
 from spectrain.errors import UserError
 from tests.conftest import tiny_model
 from tests.decoding.test_loop import word_tokenizer
@@ -154,3 +155,28 @@ def test_hub_id_without_a_network(monkeypatch):
 def test_unknown_option_lists_the_known_ones(folder, option):
     with pytest.raises(UserError, match="must be one of"):
         load_target(folder, **option)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "free", "has_bf16", "sentence"),
+    [
+        ("bfloat16", 2**40, False, "does not compute in bfloat16.*give target.dtype=float16"),
+        (
+            "float32",
+            2**16,
+            True,
+            "0.0 GiB of the GPU are free; give target.parallel=device_map, a shorter target.dtype",
+        ),
+    ],
+)
+def test_what_a_card_cannot_hold_or_compute_is_said_before_loading(dtype, free, has_bf16, sentence):
+    with pytest.raises(UserError, match=sentence):
+        check_card(tiny_model("llama").config, "target t (llama)", dtype, free, has_bf16)
+
+
+def test_a_model_that_just_fits_a_card_is_loaded():
+    model = tiny_model("llama")
+    n_bytes = sum(2 * weight.numel() for weight in model.parameters())
+    check_card(model.config, "t", "bfloat16", n_bytes, has_bf16=True)
+    with pytest.raises(UserError):
+        check_card(model.config, "t", "bfloat16", n_bytes - 1, has_bf16=True)
