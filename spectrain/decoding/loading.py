@@ -111,8 +111,8 @@ def check_card(config: PretrainedConfig, called: str, dtype: str, free_bytes: in
     if n_bytes > free_bytes:
         shorter = ", a shorter target.dtype" if dtype == "float32" else ""
         raise UserError(
-            f"{called} has {n_bytes / 2**30:.1f} GiB of weights in {dtype}, but {free_bytes / 2**30:.1f} GiB of the GPU "
-            f"are free; give target.parallel=device_map{shorter} or target.device=cpu"
+            f"{called} has {n_bytes / 2**30:.1f} GiB of weights in {dtype}, but {free_bytes / 2**30:.1f} GiB of the "
+            f"GPU are free; give target.parallel=device_map{shorter} or target.device=cpu"
         )
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import sys
 import time
+import weakref
 from collections.abc import Callable, Collection
 from typing import TYPE_CHECKING
 
@@ -44,7 +45,7 @@ def rehearse(
 
     Log how long it took and the memory that it takes.
     """
-    known = cache.storage, id(drafter), sampling, target.capture_layers, n_rows
+    known = cache.storage, weakref.ref(drafter), sampling, target.capture_layers, n_rows
     if known in target.graphs.rehearsed:
         return
     began, before, n_before = time.perf_counter(), _allocated(target.device), target.graphs.n_recorded

@@ -13,7 +13,7 @@ from __future__ import annotations
 import logging
 import os
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -246,6 +246,9 @@ class Paced(Drafter):
         self.taken: dict[int, list[float]] = {size: [] for size in sizes}
         self.order, self.turns = Random(0), []
         self.rounds_left = 0
+
+    def rehearsals(self) -> Iterator:
+        return iter(())  # the first round is one
 
     def start(self, target: TargetModel, cache: KVCache) -> None:
         self.wait = torch.cuda.synchronize if target.device.type == "cuda" else lambda: None

@@ -171,7 +171,7 @@ def test_nothing_is_recorded_after_the_rehearsal_while_a_batch_drains(name, how,
     start = Batch.join
 
     def noted(batch: Batch, *given):
-        if not isinstance(batch.drafter, rehearsal._Rehearsal) and not isinstance(batch.drafter, Paced):
+        if not isinstance(batch.drafter, rehearsal._Rehearsal | Paced):
             began.append({key for graphs in all_graphs for key in graphs._recorded})
         return start(batch, *given)
 
