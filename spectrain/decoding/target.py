@@ -339,12 +339,12 @@ class TargetModel:
         used = self.reach(cache, tree.shape[1])
 
         def forward(tokens: Tensor, lengths: Tensor, parents: Tensor, *given: Tensor) -> tuple:
-            nodes = DraftTree(tokens, parents, parents, is_chain=tree.is_chain)
+            nodes = DraftTree(tokens, parents, parents, is_chain=tree.by_place)
             positions = given[0] if given else (lengths[:, None] + nodes.depth).clamp_max(self.max_positions - 1)
             scored = self.score_at(lengths, tokens, cache, used, positions, nodes.ancestors, tree.n_silent)
             return *scored, positions
 
-        key = "score", cache.storage, used, self.capture_layers, self.keeps_hidden, tree.n_silent, tree.is_chain
+        key = "score", cache.storage, used, self.capture_layers, self.keeps_hidden, tree.n_silent, tree.by_place
         inputs = tree.tokens, self.unread(cache.lengths_on(tree.tokens.device)), tree.parents
         inputs += () if positions is None else (positions,)
         run = forward if self.graphs is None else partial(self.graphs.run, key, forward)

@@ -86,6 +86,14 @@ class DraftTree:
         """No node is deeper, as far as is known without looking."""
         return self.shape[1] - 1 if self.max_depth is None else min(self.max_depth, self.shape[1] - 1)
 
+    @property
+    def by_place(self) -> bool:
+        """Whether nodes are chained by their places, as draft models have them.
+
+        Lookups find chains and trees in turns. These say how deep they are, and graphs take both alike.
+        """
+        return self.is_chain and self.max_depth is None
+
     def padded(self, n_nodes: int) -> DraftTree:
         """Return the same trees with padding up to n nodes. Their greatest depth is rounded up, too, to 2^i - 1."""
         missing = n_nodes - self.shape[1]
@@ -95,7 +103,7 @@ class DraftTree:
         parents = F.pad(self.parents, (0, missing), value=PADDING_PARENT)
         probs = None if self.probs is None else F.pad(self.probs, (0, 0, 0, missing))
         probe = None if self.probe is None else F.pad(self.probe, (0, missing))
-        depth = None if self.is_chain else (1 << self.deepest.bit_length()) - 1
+        depth = None if self.by_place else (1 << self.deepest.bit_length()) - 1
         return DraftTree(tokens, parents, source, probs, probe, self.is_chain, depth, self.n_silent)
 
     @cached_property

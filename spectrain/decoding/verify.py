@@ -135,7 +135,7 @@ def _replayed(
     def verified(*values: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         given = dict.fromkeys(inputs) | dict(zip(names, values, strict=True))
         of_tree = given["tokens"], given["parents"], given["parents"], given["probs"], given["probe"]
-        padded, logits = DraftTree(*of_tree, is_chain=tree.is_chain), given["logits"]
+        padded, logits = DraftTree(*of_tree, is_chain=tree.by_place), given["logits"]
         if padded.probs is not None:
             found = _verify_chain(padded, logits, sampling, given["numbers"], verification)
         else:
@@ -143,7 +143,7 @@ def _replayed(
             found = _verify_greedy(padded, best)
         return found.path, found.accepted, found.bonus
 
-    key = "verify", None, sampling, verification, tree.is_chain, *names
+    key = "verify", None, sampling, verification, tree.by_place, *names
     outputs = graphs.run(key, verified, *(inputs[name] for name in names))
     found = Verified(*(output.clone() for output in outputs))  # another generation may replay it before the next step
     if not sampling.greedy and tree.probs is None:

@@ -75,14 +75,13 @@ class LookupDrafter(CountingDrafter):
     def rehearsals(self) -> Iterator[Callable[[Context], DraftTree]]:
         n_probes, n_silent = self.probe_shape.n_probes, self.probe_shape.n_silent
 
-        def proposed(n_nodes: int, is_chain: bool, is_deep: bool, context: Context) -> DraftTree:
-            tree = any_tree(context, n_nodes, is_chain)
+        def proposed(n_nodes: int, is_deep: bool, context: Context) -> DraftTree:
+            tree = any_tree(context, n_nodes, is_chain=False)
             tree = replace(tree, max_depth=None) if is_deep else tree
             return replace(tree, probe=self._probes(tree.parents), n_silent=n_silent) if n_probes else tree
 
-        kinds = ((False, False), (False, True)) if n_probes else ((True, True), (False, True))
         for n_nodes in dict.fromkeys(kernels.padded(n, kernels.NODES) for n in range(1 + n_probes, 1 + self.max_nodes)):
-            yield from (partial(proposed, n_nodes, *kind) for kind in kinds)
+            yield from (partial(proposed, n_nodes, is_deep) for is_deep in ((False, True) if n_probes else (True,)))
 
     @abstractmethod
     def new_row(self, tokens: list[int]) -> RowState:

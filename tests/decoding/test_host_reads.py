@@ -20,6 +20,7 @@ from spectrain.decoding import Drafter, Sampling, TargetModel, generate, rehears
 from spectrain.decoding.loop import Batch
 from spectrain.decoding.sampling import Uniforms
 from spectrain.kernels import Graphs
+from spectrain.methods.draft_chain import PIECE
 from spectrain.methods.draft_tree import LEVELS
 from spectrain.methods.registry import BASELINE, build_method, method_config, method_names, with_papers_nodes
 from spectrain.methods.seconds import Paced
@@ -164,6 +165,32 @@ def test_what_would_be_recorded_as_a_graph_copies_nothing(name, how):
 
 
 @pytest.mark.parametrize("how", SAMPLINGS)
+@pytest.mark.parametrize("name", ["speculative", "spire", "magicdec", "specdecpp", "confidence_stop", "entropy_stop"])
+def test_a_chain_is_one_graph_and_a_rule_asks_the_host_once_per_piece(name, how, copies_per_step, monkeypatch):
+    replayed, run = [], Graphs.run
+    with pretend_device() as device:
+        target = device.target(artifacts().target.model, artifacts().target.tokenizer)
+        target.graphs = Graphs(lambda function: function)
+        method = method_of(name, target)
+        if model := getattr(method, "draft_model", None):
+            model.graphs = Graphs(lambda function: function)
+        steps = copies_per_step(device)
+
+        def noted(graphs: Graphs, key: tuple, *given):
+            replayed.append((len(steps), key[0]))
+            return run(graphs, key, *given)
+
+        monkeypatch.setattr(Graphs, "run", noted)
+        generate(target, method, random_prompts(LENGTHS), N_NEW, SAMPLINGS[how], batch_size=3, cache_block_tokens=8)
+    pieces = -(-method.gamma // PIECE) if method.stop is not None else 1
+    chains = Counter(step for step, kind in replayed if kind == "chain")
+    assert chains
+    assert max(chains.values()) <= pieces
+    assert {kind for _, kind in replayed} <= {"chain", "score", "verify", "memories"}
+    assert max(len(step.reads) for step in steps) <= pieces  # the step's own and one between any two pieces
+
+
+@pytest.mark.parametrize("how", SAMPLINGS)
 @pytest.mark.parametrize("name", method_names())
 def test_nothing_is_recorded_after_the_rehearsal_while_a_batch_drains(name, how, monkeypatch):
     """Rows end at different times, so that the batch has any number of rows."""
@@ -189,5 +216,10 @@ def test_nothing_is_recorded_after_the_rehearsal_while_a_batch_drains(name, how,
         generate(target, drafter, prompts, N_NEW, SAMPLINGS[how], **options)
         later = [key for graphs in all_graphs for key in graphs._recorded if key not in began[0]]
         assert not later, f"{len(later)} of {len(began[0])} are recorded in the answer: {later}"
+        # Rows are padded to 1, 2, 4 and 8 here, and to seven sizes in a batch of 64.
+        assert max(Counter(key[2:] for key in target.graphs._recorded if key[0][0] == "score").values()) <= 4
+        n_keys = sum(len(graphs._recorded) for graphs in all_graphs)
+        print("KEYS", name, how, n_keys, Counter(key[0][0] for graphs in all_graphs for key in graphs._recorded))
+        assert 7 * n_keys < 4 * 120
         once = [key for graphs in all_graphs for key, (_, replay) in graphs._recorded.items() if replay is None]
         assert not once, f"called once in the rehearsal: {once}"
