@@ -18,7 +18,7 @@ from transformers import Cache
 
 from spectrain import kernels
 from spectrain.decoding.transfer import to_device, without
-from spectrain.kernels import Graphs, Programs, unique
+from spectrain.kernels import Programs, unique
 
 
 class KVCache(Cache):
@@ -28,9 +28,10 @@ class KVCache(Cache):
         max_rows: rows to allocate for.
         block_tokens: the slots of a row are a multiple of this.
         n_tokens: slots of a row to begin with. More are added where they do not suffice, which copies all of them.
+        n_layer: blocks whose buffers are one tensor, so that their nodes are moved at once; 0: each has its own.
     """
 
-    def __init__(self, max_rows: int, block_tokens: int = 256, n_tokens: int = 0):
+    def __init__(self, max_rows: int, block_tokens: int = 256, n_tokens: int = 0, n_layer: int = 0):
         super().__init__(layers=[])
         self.max_rows, self.block_tokens = max_rows, block_tokens
         self.keys: list[Tensor] = []  # of each block, [max_rows, H, S, D_head]
@@ -39,7 +40,7 @@ class KVCache(Cache):
         self._lengths: Tensor | None = None  # [n] int64 the same on the device; None: the host knows them better
         self.capacity = -(-n_tokens // block_tokens) * block_tokens  # S
         self.storage = unique()  # another number whenever keys and values have moved in memory
-        self.graphs: Graphs | None = None  # that move accepted nodes
+        self.n_layer, self._whole = n_layer, None  # [2, n_layer, max_rows, H, S, D_head], of which those are parts
         self.programs: Programs | None = None  # that run forwards against it
         self.weights: tuple[int, ...] = ()  # addresses of the model's, for which the cache was made
         # Where the current forward writes: rows, the first slot of each, the slot that all rows start at (if they do),
@@ -87,6 +88,10 @@ class KVCache(Cache):
             missing = -(-self._used // self.block_tokens) * self.block_tokens - self.capacity
             self.capacity += missing
             self.storage, self.programs = unique(), None
+            if self._whole is not None:
+                self._whole = torch.nn.functional.pad(self._whole, (0, 0, 0, missing))
+                self.keys, self.values = (list(half)[: len(self.keys)] for half in self._whole)
+                return self._used
             for buffers in (self.keys, self.values):
                 for i, states in enumerate(buffers):  # one by one, so that the old ones are freed on the way
                     buffers[i] = torch.nn.functional.pad(states, (0, 0, 0, missing))
@@ -94,8 +99,15 @@ class KVCache(Cache):
 
     def allocate(self, n_heads: int, size: int, dtype: torch.dtype, device: torch.device) -> None:
         """Make the buffers of one more block. Zeros: a masked slot has weight 0, but 0 * NaN of empty memory is NaN."""
-        for buffers in (self.keys, self.values):
-            buffers.append(torch.zeros(self.max_rows, n_heads, self.capacity, size, dtype=dtype, device=device))
+        shape, place = (self.max_rows, n_heads, self.capacity, size), len(self.keys)
+        if place == 0 and self.n_layer:
+            self._whole = torch.zeros(2, self.n_layer, *shape, dtype=dtype, device=device)
+        if self._whole is not None and self._whole.shape[2:] != shape:  # blocks differ
+            self.keys, self.values = ([one.clone() for one in buffers] for buffers in (self.keys, self.values))
+            self._whole = None
+        for half, buffers in enumerate((self.keys, self.values)):
+            own = torch.zeros(shape, dtype=dtype, device=device) if self._whole is None else self._whole[half, place]
+            buffers.append(own)
 
     def place(self, slots: Tensor, used: int) -> None:
         """Let the next forward of the first R rows write to slots [R, N] int64, and read the first `used` ones."""
@@ -143,14 +155,14 @@ class KVCache(Cache):
             accepted: [n] int64 nodes of each row, the root not counted.
         """
         lengths = self.lengths_on(accepted.device)
-        if path is not None and self.graphs is not None:
-            self.graphs.run(("move", self.storage), self._move, path, lengths)
-        elif path is not None:
-            self._move(path, lengths)
+        if path is not None:
+            self.move(path, lengths)
         self._lengths = lengths + accepted + 1
 
-    def _move(self, path: Tensor, lengths: Tensor) -> None:
-        kernels.move([*self.keys, *self.values], path, lengths)
+    def move(self, path: Tensor, lengths: Tensor) -> None:
+        """Move nodes path[b, j] behind the first lengths[b] tokens of rows to place j; see `kernels.move`."""
+        is_one = self._whole is not None and path.device.type != "cpu"
+        kernels.move([self._whole.flatten(0, 1)] if is_one else [*self.keys, *self.values], path, lengths)
 
     def extend(self, counts: Sequence[int]) -> None:
         """The same on the host: each row has counts[b] tokens more, the root included."""

@@ -23,9 +23,8 @@ from spectrain.decoding.memory import is_out_of_memory, out_of_memory_advice
 from spectrain.decoding.sampling import Sampling, row_generator
 from spectrain.decoding.target import TargetModel
 from spectrain.decoding.tree import DraftTree, Source
-from spectrain.decoding.verify import Verified, moved, verify
+from spectrain.decoding.verify import Verified, verify
 from spectrain.errors import UserError, check_whole
-from spectrain.kernels import Graphs
 
 if TYPE_CHECKING:
     from spectrain.decoding.drafter import Drafter
@@ -244,9 +243,9 @@ class Batch:
         output = self.target.score(tree, self.cache)
         clock.lap("forward", n_rows)
         rule = context.sampling, context.uniforms, self.verification
-        verified = verify(tree, output.logits, *rule, output.best, self.target.graphs)
+        verified = verify(tree, output.logits, *rule, output.best, self.target.graphs, self.cache)
         clock.lap("verify", n_rows)
-        self.cache.commit(_moving(tree, verified, self.target.graphs), verified.accepted)
+        self.cache.commit(_moving(tree, verified), verified.accepted)
         context.advance(verified, partial(verified.last_logits, output.logits))
         clock.lap("commit", n_rows)
         asked = self.drafter.observe(context, tree, output, verified)
@@ -309,12 +308,12 @@ class _Step:
     asked: list[list[int]]  # what the drafter wants to read
 
 
-def _moving(tree: DraftTree, verified: Verified, graphs: Graphs | None) -> Tensor | None:
+def _moving(tree: DraftTree, verified: Verified) -> Tensor | None:
     """Return the accepted paths [n, A] whose nodes have to move in the cache; None: all stand where they belong."""
-    if tree.is_chain:
+    if tree.is_chain or verified.is_moved:
         return None
-    path = moved(verified.path, 1 + tree.deepest, graphs)
-    if graphs is not None or path.device.type != "cpu":
+    path = verified.path[:, : 1 + tree.deepest]
+    if path.device.type != "cpu":
         return path
     path = path[:, : 1 + int(verified.accepted.max())]  # on a CPU looking costs less than moving
     return path if ((path != torch.arange(path.shape[1])) & (path > 0)).any() else None

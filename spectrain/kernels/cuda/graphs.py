@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 ROWS = (1, 2, 4, 8, 16, 32, 64)  # of a batch; more are not padded
-NODES = (1, 2, 4, 8, 16, 32, 64, 128)  # of a row's tree, likewise
+NODES = (1, 4, 8, 16, 32, 64, 128)  # of a row's tree, likewise
 MOST_GRAPHS = 512  # kept; of more the one that was not used for the longest time is forgotten
 
 log = logging.getLogger(__name__)
