@@ -121,17 +121,17 @@ def stream(
     known_stops = [token for token in stop_ids if 0 <= token < target.vocab_size]
     context = Context(samplings, target.device, n_slots, known_stops)
     batch = Batch(target, drafter, cache, context, ending, verification, Clock(target.device))
-    if target.graphs is not None and len(set(samplings)) == 1:  # else nothing but forwards is recorded
-        from spectrain.decoding.rehearsal import rehearse  # here: it imports drafters, which import this module
-
-        def batch_of(drafter: Drafter, context: Context) -> Batch:
-            never = Ending(frozenset(), frozenset(), (), None)
-            return Batch(target, drafter, cache, context, never, verification, Clock(target.device))
-
-        rehearse(target, drafter, cache, samplings[0], n_slots, known_stops, batch_of)
     generators = [row_generator(seed, number) for number in prompt_numbers or range(len(prompts))]
     waiting = 0
     try:
+        if target.graphs is not None and len(set(samplings)) == 1:  # else nothing but forwards is recorded
+            from spectrain.decoding.rehearsal import rehearse  # here: it imports drafters, which import this module
+
+            def batch_of(drafter: Drafter, context: Context) -> Batch:
+                never = Ending(frozenset(), frozenset(), (), None)
+                return Batch(target, drafter, cache, context, never, verification, Clock(target.device))
+
+            rehearse(target, drafter, cache, samplings[0], known_stops, batch_of)
         with torch.inference_mode():
             drafter.start(target, cache)
         batch.clock = Clock(target.device)  # which does not count what is prepared once
@@ -145,6 +145,7 @@ def stream(
     except (RuntimeError, MemoryError) as error:
         if not is_out_of_memory(error):
             raise
+        target.drop_caches()
         raise UserError(out_of_memory_advice(target.device, n_slots, longest)) from error
     finally:
         target.keep_cache(cache)

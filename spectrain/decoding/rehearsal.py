@@ -21,7 +21,7 @@ from spectrain.decoding.sampling import Sampling, row_generator
 from spectrain.decoding.target import TargetModel, TargetOutput
 from spectrain.decoding.tree import DraftTree, Source
 from spectrain.decoding.verify import Verified
-from spectrain.kernels import ROWS, padded
+from spectrain.kernels import ROWS
 
 if TYPE_CHECKING:
     from spectrain.decoding.loop import Batch
@@ -37,19 +37,19 @@ def rehearse(
     drafter: Drafter,
     cache: KVCache,
     sampling: Sampling,
-    n_rows: int,
     stop_ids: Collection[int],
     batch_of: Callable[[Drafter, Context], Batch],
 ) -> None:
-    """Record what generations of up to n rows may need, unless it has been recorded for this cache.
+    """Record what generations in this cache may need, unless it has been.
 
     Log how long it took and the memory that it takes.
     """
-    known = cache.storage, weakref.ref(drafter), sampling, target.capture_layers, n_rows
+    known = cache.storage, weakref.ref(drafter), sampling, target.capture_layers
     if known in target.graphs.rehearsed:
         return
-    began, before, n_before = time.perf_counter(), _allocated(target.device), target.graphs.n_recorded
-    sizes = [size for size in ROWS if size < padded(n_rows, ROWS)] + [padded(n_rows, ROWS)]
+    began, before, n_before = time.perf_counter(), _reserved(target.device), target.graphs.n_prepared
+    sizes = sorted({min(size, cache.max_rows) for size in (*ROWS, cache.max_rows)})
+    room = min(cache.capacity, drafter.max_positions - 2 * PROMPT, target.max_positions - 2 * PROMPT)
     quiet = not sys.stderr.isatty()
     for size in track(sizes, "recording steps", console=Console(stderr=True), transient=True, disable=quiet):
         samplings, generators = [sampling] * size, [row_generator(0, row) for row in range(size)]
@@ -59,23 +59,23 @@ def rehearse(
         for way in drafter.rehearsals():
             context = Context(sampling, target.device, size, stop_ids)
             batch = batch_of(_Rehearsal(drafter, way), context)
-            batch.join(0, prompts, generators, samplings, cache.capacity)
+            batch.join(0, prompts, generators, samplings, room)
             for _ in range(CALLS):
                 batch.step()
             with torch.inference_mode():
                 cache.clear()
                 drafter.start(target, cache)
     target.graphs.rehearsed.add(known)
-    if target.graphs.n_recorded > n_before:
+    if target.graphs.n_prepared > n_before:
         log.info(
             "recorded %d steps in %.1f s, %.2f GiB",
-            *(target.graphs.n_recorded - n_before, time.perf_counter() - began),
-            (_allocated(target.device) - before) / 2**30,
+            *(target.graphs.n_prepared - n_before, time.perf_counter() - began),
+            (_reserved(target.device) - before) / 2**30,
         )
 
 
-def _allocated(device: torch.device) -> int:
-    return torch.cuda.memory_allocated(device) if device.type == "cuda" else 0
+def _reserved(device: torch.device) -> int:
+    return torch.cuda.memory_reserved(device) if device.type == "cuda" else 0
 
 
 class _Rehearsal(Drafter):

@@ -359,6 +359,7 @@ class TargetModel:
 
     def reach(self, cache: KVCache, n_nodes: int) -> int:
         """Let graphs write n nodes of each row behind its committed tokens. Return how many slots attention reads."""
+        assert self.graphs is None or padded(cache.n_rows, ROWS) <= cache.max_rows, (cache.n_rows, cache.max_rows)
         cache.begin(range(cache.n_rows), cache.lengths, n_nodes)
         return cache.capacity  # with fewer for shorter texts, others would be recorded as a text grows
 
@@ -395,15 +396,17 @@ class TargetModel:
     def new_cache(self, max_rows: int, block_tokens: int, n_tokens: int) -> KVCache:
         """Return an empty cache. It may be one that was given back by `keep_cache`."""
         weights = tuple(weight.data_ptr() for weight in self.model.parameters())
-        if self.graphs is not None:
-            max_rows = padded(max_rows, ROWS)
+        if self.graphs is not None:  # few sizes, so that what was recorded for one serves many generations
+            max_rows, quarter = padded(max_rows, ROWS), 1 << max(0, n_tokens.bit_length() - 3)
+            n_tokens = -(-n_tokens // quarter) * quarter
         alike = [kept for kept in self._kept if (kept.max_rows, kept.block_tokens) == (max_rows, block_tokens)]
-        for kept in alike:
+        larger = [kept for kept in self._kept if kept.max_rows > max_rows and kept.block_tokens == block_tokens]
+        for kept in [*alike, *larger] if self.graphs is not None else alike:
             fits = not kept.keys or (kept.keys[0].dtype, kept.keys[0].device) == (self.dtype, self.device)
             if fits and kept.capacity >= n_tokens and kept.weights == weights:
                 self._kept.remove(kept)
                 return kept
-        self._drop(self._kept if self.graphs is None else alike)  # a CPU keeps one, a GPU one of each kind
+        self.drop_caches(None if self.graphs is None else alike)  # a CPU keeps one, a GPU one of each kind
         cache = KVCache(max_rows, block_tokens, n_tokens, 0 if self.graphs is None else self.n_layer)
         cache.weights = weights
         return cache
@@ -420,11 +423,12 @@ class TargetModel:
         if self.graphs is not None or has_programs:
             cache.clear()
             self._kept.append(cache)
-            self._drop(self._kept[:-KEPT_CACHES])
+            self.drop_caches(self._kept[:-KEPT_CACHES])
 
-    def _drop(self, caches: Sequence[KVCache]) -> None:
-        """Free caches that were kept, and the graphs that work on them."""
-        if self.graphs is not None:
+    def drop_caches(self, caches: Sequence[KVCache] | None = None) -> None:
+        """Free caches that were kept, and the graphs that work on them; None: all."""
+        caches = self._kept if caches is None else caches
+        if caches and self.graphs is not None:
             self.graphs.forget(*(cache.storage for cache in caches))
         self._kept[:] = [kept for kept in self._kept if kept not in caches]
 

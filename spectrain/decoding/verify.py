@@ -18,10 +18,11 @@ from spectrain.decoding.noise import SharedNoise
 from spectrain.decoding.sampling import RowSampling, Sampling, Uniforms, argmax, draw_token
 from spectrain.decoding.tree import DraftTree
 from spectrain.errors import check_choice
-from spectrain.kernels import Graphs
+from spectrain.kernels import ROWS, Graphs, padded
 
 VERIFICATIONS = ("token", "block")
-MOST_REPLAYED = 1 << 26  # logits of a step; a graph has its own memory for several times as many numbers
+# Logits of a step, greedy and drawn: a graph has its own memory for them, and for several times as many where it draws.
+MOST_REPLAYED, MOST_DRAWN = 1 << 26, 1 << 24
 
 
 @dataclass(frozen=True)
@@ -41,6 +42,11 @@ class Verified:
     def last_logits(self, logits: Tensor) -> Tensor:
         """Of logits [B, N, V], return those that the bonus was drawn from, [B, V]."""
         return logits[:, 0] if logits.shape[1] == 1 else _at(logits, self.last)
+
+
+def is_replayed(sampling: Sampling, n_rows: int, n_nodes: int, vocab_size: int) -> bool:
+    """Whether graphs take logits of this shape, with their rows padded."""
+    return padded(n_rows, ROWS) * n_nodes * vocab_size <= (MOST_REPLAYED if sampling.greedy else MOST_DRAWN)
 
 
 def verify(
@@ -72,7 +78,7 @@ def verify(
     check_choice("verification", verification, VERIFICATIONS)
     # A q is judged by uniform numbers; where the noise is shared there are none.
     assert tree.probs is None or not sampling.shares_noise, "with shared noise drafts are deterministic"
-    if graphs is not None and isinstance(sampling, Sampling) and logits.numel() <= MOST_REPLAYED:
+    if graphs is not None and isinstance(sampling, Sampling) and is_replayed(sampling, *logits.shape):
         return _replayed(graphs, cache, tree, logits, sampling, uniforms, verification)
     if sampling.greedy:
         return _verify_greedy(tree, argmax(logits) if best is None else best)

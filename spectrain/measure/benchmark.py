@@ -168,7 +168,7 @@ def preparations(target: TargetModel) -> int:
     """Count what was prepared in this process: graphs, compiled code, tables of seconds."""
     dynamo = sys.modules.get("torch._dynamo.utils")
     frames = dynamo.counters["frames"]["total"] if dynamo else 0
-    return Graphs.n_recorded + frames + n_compiled() + n_timed(target)
+    return Graphs.n_prepared + frames + n_compiled() + n_timed(target)
 
 
 def resident_bytes() -> int:

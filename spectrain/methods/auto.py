@@ -99,6 +99,10 @@ class Auto(Drafter):
         """Of this generation: states that a method reads cost time in each step, also while it sleeps."""
         return tuple(dict.fromkeys(x for arm in self.taking_part for x in arm.drafter.capture_layers))
 
+    @property
+    def max_positions(self) -> int:
+        return min(arm.drafter.max_positions for arm in self.taking_part)
+
     def warning(self, sampling: Sampling) -> str | None:
         return next(filter(None, (arm.drafter.warning(sampling) for arm in self.tried)), None)
 
@@ -109,7 +113,8 @@ class Auto(Drafter):
             if arm.drafter.budget is not None:
                 arm.drafter.budget.costs = arm.costs
         self._retry(n_rows)
-        self.taking_part = [arm for arm in self.arms if not self._rests(arm)]
+        # With graphs all do: what is captured belongs to what was recorded.
+        self.taking_part = [arm for arm in self.arms if target.graphs is not None or not self._rests(arm)]
         if self.active not in self.taking_part:
             self.active = self.plain
 

@@ -14,7 +14,7 @@ from spectrain.decoding.drafter import Context
 from spectrain.decoding.sampling import Sampling
 from spectrain.decoding.transfer import to_device
 from spectrain.decoding.tree import DraftTree
-from spectrain.decoding.verify import MOST_REPLAYED
+from spectrain.decoding.verify import is_replayed
 from spectrain.errors import UserError
 from spectrain.kernels import Graphs
 from spectrain.methods.budget import AUTO, ChainBudget, CountingDrafter
@@ -58,8 +58,8 @@ class ChainDrafter(CountingDrafter):
 
     def replays(self, context: Context, graphs: Graphs | None, vocab_size: int) -> bool:
         """Whether `replayed` can draw for these rows: a graph has the options of rows inside."""
-        few = context.n_rows * self.gamma * vocab_size <= MOST_REPLAYED
-        return graphs is not None and isinstance(context.sampling, Sampling) and few
+        is_uniform = graphs is not None and isinstance(context.sampling, Sampling)
+        return is_uniform and is_replayed(context.sampling, context.n_rows, self.gamma, vocab_size)
 
     def replayed(
         self,

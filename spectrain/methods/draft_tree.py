@@ -119,13 +119,18 @@ class TreeDrafter(LookupDrafter):
         """Rows have no state here: model and lookup have their own."""
 
     def rehearsals(self) -> Iterator[Callable[[Context], DraftTree]]:
-        def behind_model(way: Callable[[Context], DraftTree], context: Context) -> DraftTree:
+        def levels(context: Context) -> DraftTree:
             self.pace = self.levels
-            self.propose(context)
+            self._model_drafts(context, np.zeros((context.n_rows, 0)))
             self.pace = None
+            return DraftTree.root_only(context.roots)
+
+        def behind_root(way: Callable[[Context], DraftTree], context: Context) -> DraftTree:
+            self.model.read_roots(context)  # so that it keeps up with the text
             return way(context)
 
-        yield from (partial(behind_model, way) for way in super().rehearsals())
+        yield levels
+        yield from (partial(behind_root, way) for way in super().rehearsals())
 
     def start(self, target: TargetModel, cache: KVCache) -> None:
         super().start(target, cache)

@@ -214,13 +214,13 @@ class Speculative(ChainDrafter):
             tokens = [context.tokens[row, start : start + n] for row, start in enumerate(starts)]
             read = to_device(torch.stack(tokens), device)
             self.cache.truncate(starts)
-            said = self._read(DraftTree.chain(read[:, 0], read[:, 1:]), context)
+            said = self._read(DraftTree.chain(read[:, 0], read[:, 1:]), context, self.draft_model.without_graphs())
             if n == max(n_unseen):
                 return said
 
-    def _read(self, chain: DraftTree, context: Context) -> DraftStep:
+    def _read(self, chain: DraftTree, context: Context, model: TargetModel | None = None) -> DraftStep:
         """Run the draft model on one chain per row and keep it. Returns what it says at the end of each chain."""
-        output = self.draft_model.score(chain, self.cache)
+        output = (model or self.draft_model).score(chain, self.cache)
         self.cache.keep(chain.shape[1])
         logits = in_vocabulary(output.logits[:, -1], self.vocab_size).to(context.device)
         return DraftStep(logits, output.hidden[:, -1] if output.hidden is not None else None)

@@ -6,7 +6,7 @@ import pytest
 import torch
 from omegaconf import OmegaConf
 
-from spectrain.decoding import Drafter, DraftTree, KVCache, Sampling, TargetModel, generate
+from spectrain.decoding import Drafter, DraftTree, Sampling, TargetModel, generate
 from spectrain.methods.registry import build_method, method_config, method_names, with_papers_nodes
 from tests.conftest import VOCAB_SIZE, random_prompts, tiny_model
 from tests.decoding.reference import greedy_by_full_forwards, random_parents, tree_of
@@ -78,7 +78,7 @@ def test_lean_logits_and_states_are_those_of_transformers(architecture):
     tree = DraftTree(tree.tokens.to(CARD), tree.parents.to(CARD), tree.source.to(CARD))
     for engine in ("lean", "transformers"):
         target = TargetModel(model, capture_layers=[1], prefill_chunk=8, engine=engine)
-        cache = KVCache(len(lengths), block_tokens=4)
+        cache = target.new_cache(len(lengths), 4, 4)
         first = target.prefill(prompts.to(CARD), lengths, cache, range(len(lengths)))
         scored = target.score(tree, cache)
         outputs.append([first.logits, scored.logits, scored.captured])

@@ -10,6 +10,7 @@ from __future__ import annotations
 import logging
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Sequence
+from functools import partial
 from itertools import count
 
 import torch
@@ -20,7 +21,7 @@ NODES = (1, 4, 8, 16, 32, 64, 128)  # of a row's tree, likewise
 MOST_GRAPHS = 512  # kept; of more the one that was not used for the longest time is forgotten
 
 log = logging.getLogger(__name__)
-unique = count().__next__  # a number for whatever has fixed addresses; an `id` may return
+unique = count(1 << 40).__next__  # a number for whatever has fixed addresses; an `id` may return
 
 
 class Graphs:
@@ -30,12 +31,12 @@ class Graphs:
         record: makes of a function without arguments, which works on fixed addresses, one that replays it.
     """
 
-    n_recorded = 0  # of all objects of this process
+    n_prepared = 0  # first calls and recordings, of all objects of this process
 
     def __init__(self, record: Callable[[Callable[[], object]], Callable[[], object]] | None = None) -> None:
         self._record: Callable | None = record or _record  # None: it failed
         self._recorded: OrderedDict[Hashable, tuple[list[Tensor], Callable[[], object] | None]] = OrderedDict()
-        self.rehearsed: set[tuple] = set()  # what all was recorded for, the number of its memory first
+        self.rehearsed: set[tuple] = set()  # what all was recorded for
 
     def run(self, key: Hashable, function: Callable[..., object], *inputs: Tensor) -> object:
         """Return function(*inputs), from the second call with a key and these shapes on by replaying it.
@@ -44,7 +45,7 @@ class Graphs:
         that a batch which drains records nothing. What the function computes for these is cut off.
 
         Args:
-            key: a tuple that names the function and all that it depends on besides its inputs: a name, the number of
+            key: a tuple that names the function and all that it depends on besides its inputs: a name, the numbers of
                 the memory that it reads and writes (see `unique`), options.
             function: of tensors only; what else it does in Python happens in the first two calls only.
             inputs: [n, ..] each, the first at least, or padded already. They are copied to where the graph reads them.
@@ -52,44 +53,47 @@ class Graphs:
         Returns:
             What the function returns, tensors [n, ..]; the next call with the key overwrites them.
         """
-        if self._record is None:
-            return function(*inputs)
         n_rows = len(inputs[0])
         padded_rows = padded(n_rows, ROWS)
         key = key, padded_rows, *(input.shape[1:] for input in inputs)
-        if key in self._recorded:
+        fixed, replay = self._recorded.get(key, (None, None))
+        if self._record is None or fixed is None:  # libraries set themselves up in a first call: it is not recorded
+            fixed = [_with_rows(input, padded_rows) for input in inputs]
+            outputs = function(*fixed)
+            if self._record is not None:
+                self._recorded[key] = fixed, None
+                Graphs.n_prepared += 1
+                if len(self._recorded) > MOST_GRAPHS:
+                    self._recorded.popitem(last=False)
+                    self.rehearsed.clear()
+        else:
             self._recorded.move_to_end(key)
-            fixed, replay = self._recorded[key]
             for place, input in zip(fixed, inputs, strict=True):
                 place[: len(input)].copy_(input)
             if replay is None:
                 replay = self._recording(key, function, fixed)
-            outputs = function(*inputs) if replay is None else replay()
-        else:  # the libraries set themselves up in a first call, which must not be recorded
-            fixed = [_with_rows(input, padded_rows) for input in inputs]
-            self._recorded[key] = fixed, None
-            if len(self._recorded) > MOST_GRAPHS:
-                self._recorded.popitem(last=False)
-            outputs = function(*fixed)
+            outputs = replay()
         return outputs if n_rows == padded_rows else _first_rows(outputs, n_rows)
 
-    def _recording(self, key: Hashable, function: Callable[..., object], fixed: list[Tensor]) -> Callable | None:
-        """Return what replays the function; None: it cannot be recorded, and nothing will be from now on."""
+    def _recording(self, key: Hashable, function: Callable[..., object], fixed: list[Tensor]) -> Callable[[], object]:
+        """Return what replays the function; where it cannot be recorded the function, and nothing is from now on."""
+        replay = partial(function, *fixed)
         try:
-            replay = self._record(lambda: function(*fixed))
+            replay = self._record(replay)
+        except torch.OutOfMemoryError:
+            raise
         except RuntimeError as error:
             log.warning("CUDA graphs are not used: %s", str(error).splitlines()[0])
             self._record = None
-            return None
         self._recorded[key] = fixed, replay
-        Graphs.n_recorded += 1
+        Graphs.n_prepared += 1
         return replay
 
     def forget(self, *addresses: int) -> None:
-        """Forget graphs that work on memory which is gone: the second part of their key is one of these numbers."""
-        for key in [key for key in self._recorded if key[0][1] in addresses]:
+        """Forget graphs that work on memory which is gone: a part of their key is one of these numbers."""
+        for key in [key for key in self._recorded if set(addresses) & set(key[0][1:3])]:
             del self._recorded[key]
-        self.rehearsed = {known for known in self.rehearsed if known[0] not in addresses}
+        self.rehearsed.clear()
 
 
 def _with_rows(input: Tensor, n_rows: int) -> Tensor:
