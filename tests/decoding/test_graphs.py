@@ -14,7 +14,8 @@ import torch
 from torch.utils import _pytree as pytree
 
 from spectrain.decoding import Sampling, TargetModel, generate, stream
-from spectrain.kernels.cuda.graphs import Graphs
+from spectrain.errors import UserError
+from spectrain.kernels.cuda.graphs import Graphs, unique
 from spectrain.methods.autoregressive import Autoregressive
 from spectrain.methods.registry import method_names
 from tests.conftest import random_prompts, tiny_model
@@ -122,3 +123,39 @@ def test_what_cannot_be_recorded_is_run_eagerly_and_says_so_once(caplog):
     assert [r.getMessage() for r in caplog.records] == [
         "CUDA graphs are not used: operation not permitted when stream is capturing"
     ]
+
+
+def test_what_cannot_be_recorded_runs_with_padded_rows():
+    def fails(function):
+        raise RuntimeError("operation not permitted when stream is capturing")
+
+    prompts = random_prompts([7, 12, 5])
+    target, expected = target_with_graphs(fails), TargetModel(tiny_model(FAMILY), prefill_chunk=16)
+    texts = [generate(one, Autoregressive(), prompts, 12, **OPTIONS) for one in (target, expected)]
+    assert [one.tokens for one in texts[0]] == [one.tokens for one in texts[1]]
+
+
+def test_memory_that_a_recording_lacks_is_said_and_not_taken_for_a_defect():
+    def exhausted(function):
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    with pytest.raises(UserError, match="out of memory"):
+        generate(target_with_graphs(exhausted), Autoregressive(), random_prompts([7, 12]), 12, **OPTIONS)
+
+
+def test_batches_of_other_sizes_record_nothing_anew():
+    target, method, counts = target_with_graphs(), Autoregressive(), []
+    for lengths in ([7] * 8, [9], [7, 8, 9], [11] * 8, [60] * 2):
+        generate(target, method, random_prompts(lengths), 20, batch_size=8, stop_token_ids=())
+        counts.append(Graphs.n_prepared)
+    assert counts == counts[:1] * 5
+
+
+def test_graphs_of_memory_that_is_gone_are_forgotten_and_rehearsed_again():
+    graphs, storage = Graphs(replayed), unique()
+    graphs.rehearsed.add("all")
+    for key in (("a", storage), ("b", None, storage), ("c", 256, 1)):
+        graphs.run(key, torch.neg, torch.zeros(1))
+    graphs.forget(storage)
+    assert [key[0][0] for key in graphs._recorded] == ["c"]
+    assert not graphs.rehearsed
