@@ -410,7 +410,7 @@ def main() -> int:
                 write_tables(args.out, found, sizes)
                 with (args.out / "check_gpu.log").open("a") as log:
                     log.write("== {section}\n{said}\n".format(**section))
-                print("{section}: {result} in {seconds:.0f} s. {note}".format(**section), flush=True)
+                print("{section}: {result} in {seconds} s. {note}".format(**section), flush=True)
     return int(any(section["result"] == "failed" for section in found))
 
 
@@ -450,7 +450,7 @@ def run_group(names: Sequence[str], folder: Path, sizes: Sizes, limit_s: float) 
                 rows = list(map(asdict, RowFile(folder / f"{name}.jsonl", Row).rows))
                 results = {"failed"} if note else {row["result"] for row in rows}
                 result = next((one for one in ("failed", "ok") if one in results), "skipped")
-                found = {"section": name, "result": result, "seconds": seconds, "note": note}
+                found = {"section": name, "result": result, "seconds": round(seconds), "note": note}
                 yield found | {"rows": rows, "said": said}
     finally:
         for process in running.values():
@@ -475,8 +475,8 @@ def write_tables(out: Path, found: Sequence[Mapping], sizes: Sizes) -> None:
             row[-1] = rows.get(row[0], row[-1] if row[-1] == "not built" else "not measured")
     checks, by_name = [], {section["section"]: section for section in found}
     for name in SECTIONS:
-        one = by_name.get(name, {"result": "not run", "seconds": 0.0, "note": "", "rows": []})
-        checks.append([name, one["result"], f"{one['seconds']:.0f}", one["note"]])
+        one = by_name.get(name, {"result": "not run", "seconds": "", "note": "", "rows": []})
+        checks.append([name, one["result"], str(one["seconds"]), one["note"]])
         told = [row for row in one["rows"] if name in CHECKS or row["result"] != "ok"]
         checks += [["", row["result"], "", f"{row['what']}: {row['note']}"] for row in told]
     tables["gpu_checks"]["rows"] = checks
@@ -489,7 +489,7 @@ def write_tables(out: Path, found: Sequence[Mapping], sizes: Sizes) -> None:
         "command": TYPED_COMMAND.get() if found else "python scripts/check_gpu.py",
     }
     for name, table in tables.items():
-        cells = [[cell.replace("|", "/").replace("\n", " ")[:200] for cell in row] for row in table["rows"]]
+        cells = [[cell.replace("|", "/").replace("\n", " ")[:400] for cell in row] for row in table["rows"]]
         write_json(out / f"{name}.json", table | facts | {"rows": cells})
 
 
