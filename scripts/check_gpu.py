@@ -1,36 +1,43 @@
-"""Check a machine with a GPU in some ten minutes: are the results right, how fast is it, and where does time go.
+"""Check a machine with an NVIDIA GPU in six minutes: are the results right, and how fast is it beside the goals?
 
-    python scripts/check_gpu.py [--out runs/check-gpu] [--sections methods speed] [--tiny]
+    python scripts/check_gpu.py [--out runs/check-gpu] [--sections step smollm2] [--prompts gsm8k.jsonl ...] [--tiny]
 
     tests       the tests marked `gpu`
-    methods     every method on the bundled target; greedy float32 text must equal that of plain decoding
-    graphs      the same with CUDA graphs, compared with eager execution
-    speed       tokens/s on a random Llama of 1.2 billion parameters in bfloat16, beside Hugging Face `generate`
-    profile     one decoding step: kernels, launches, waits and copies
-    train_ddp, train_zero2      20 steps of SPIRe on all GPUs of the machine
-    compiled    tokens/s of Hugging Face `generate` with a static cache, compiled
+    texts       every method on the bundled target: greedy float32 text is that of plain decoding without graphs
+    ddp, zero2  20 steps of SPIRe on all GPUs of the machine
+    step        a random Llama of 1.2 billion parameters in bfloat16: forwards, steps, a draft chain, profile, graphs
+    first       what the first answer of a process waits for; `again`: with what the process before it has kept
+    smollm2     SmolLM2 with the drafters that come with spectrain, where checkpoints/smollm2-135m lies
+    peer        plain decoding beside Hugging Face `generate`, eager and compiled
+    training    the speed of SPIRe with the random target
 
-Each section is a process of its own with a time limit. A section that fails or runs out of time is a line of the table
-and keeps the rows that it has measured. The exit code is then 1. What a section says is in <out>/<section>.log. Writes
-check_gpu.json and check_gpu.md. Without a GPU, or with --tiny, all sizes are small and the whole takes a minute or two.
-Drafters and datastores of the bundled target are taken from checkpoints/, and made untrained where none fits.
-Needs the extra `test`.
+The first four only ask whether results are right and run side by side; the others have the GPU to themselves.
+Each section is a process. One that fails or runs out of time costs the others nothing and keeps the rows that it has
+measured; the exit code is then 1. After each section the tables of docs/gpu.md are written anew, gpu_card.json,
+gpu_profile.json and gpu_checks.json; to show them, copy them to docs/results/ and run `python docs/results/tables.py`.
+What sections say is in check_gpu.log. --tiny runs all of this code at small sizes on any machine.
+
+A machine with torch and a GPU, but no network, gets wheels of what it lacks and files of prompts in a folder of the
+checkout, here .kit. From its root, in one command with a limit of seven minutes, OUT being a folder for the results:
+
+    python3 -m pip install -q --no-index --no-deps --no-compile --target /tmp/site .kit/*.whl &&
+    PYTHONPATH=/tmp/site:$PWD python3 scripts/check_gpu.py --out $OUT --prompts .kit/*.jsonl
 """
 
 from __future__ import annotations
 
 import argparse
-import json
+import io
+import logging
 import os
-import resource
+import re
 import shlex
 import signal
-import statistics
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from functools import partial
@@ -38,239 +45,199 @@ from operator import attrgetter
 from pathlib import Path
 
 import torch
-from pandas import DataFrame
 from torch.autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile
-from transformers import AutoModelForCausalLM, GenerationConfig, LlamaConfig, PreTrainedModel
+from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedModel
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # a checkout need not be installed
 
 from spectrain.cli import quiet_libraries
 from spectrain.config import TYPED_COMMAND
-from spectrain.decoding import Drafter, TargetModel, generate, load_target, stream
+from spectrain.decoding import Drafter, Generation, TargetModel, generate, load_target, stream
+from spectrain.decoding.lean import shape_of
 from spectrain.decoding.loading import first_line
 from spectrain.errors import UserError
-from spectrain.measure.baselines import own_model
-from spectrain.measure.benchmark import resident_bytes
-from spectrain.measure.tables import MISSING, as_markdown, fixed, show, size, table_of
+from spectrain.kernels import Graphs
+from spectrain.measure.baselines import build_baseline
+from spectrain.measure.benchmark import Benchmark
+from spectrain.measure.questions import read_questions
+from spectrain.measure.report import logged_values, read_curve
+from spectrain.measure.results import summarise
+from spectrain.methods.auto import Auto
 from spectrain.methods.autoregressive import Autoregressive
+from spectrain.methods.draft_chain import lengths_of
 from spectrain.methods.folders import find_artifact
 from spectrain.methods.registry import BASELINE, build_method, method_config, method_names, with_papers_nodes
-from spectrain.methods.speculative import Speculative
+from spectrain.methods.seconds import FILE, SCHEMA, Kept, _AnyTrees
+from spectrain.methods.spire import Spire
+from spectrain.models.spire import SpireConfig, SpireDrafter
 from spectrain.models.vanilla import new_vanilla
-from spectrain.stores.environment import device_facts, provenance
-from spectrain.stores.files import RowFile, write_json, write_whole
+from spectrain.stores.environment import provenance
+from spectrain.stores.files import RowFile, load_json, write_json
 from spectrain.stores.locations import BUNDLED, bundled_folder
+from spectrain.stores.prompts import question_ids
 from tests.methods.every import Artifacts
 
 ROOT = Path(__file__).resolve().parents[1]
-BUDGET_S = 1500  # of all sections; a sound machine needs a third of it
-BUSY = 3  # times as long a section may take at small sizes, which may run beside other work on a CPU
-COLUMNS = ("section", "what", "result", "s", "tokens/s", "tau", "ms", "calls", "peak memory", "note")
+BUDGET_S = 360  # of all sections, at full sizes
+BUSY = 4  # times as long small ones may take, which may run beside other work on a CPU
 ON_GPU = torch.cuda.is_available()
-DEVICE = torch.device("cuda" if ON_GPU else "cpu")
-GAMMA = 4  # drafted tokens per step of the random draft model
-WARM_UP_STEPS = 4  # before the profiled steps
-PROFILED_TOKENS = 64  # more than the steps until then can write
-SHOWN_KERNELS, NAME_CHARACTERS = 15, 60
-LAUNCHES = ("cudaLaunchKernel", "cuLaunchKernel")  # and those whose names go on: ...ExC, ...Ex
-WAITS = ("cudaDeviceSynchronize", "cudaStreamSynchronize", "cudaEventSynchronize")
+GAMMA, TREE_NODES = 4, 16  # of the draft chain and the tree that are measured
+HOST = {  # what the host did in a step: how the names of events begin
+    "kernels launched": ("cudaLaunchKernel", "cuLaunchKernel"),  # or ...ExC, ...Ex
+    "graphs launched": "cudaGraphLaunch",
+    "waits (the profiler's own included)": ("cudaDeviceSynch", "cudaStreamSynch", "cudaEventSynch"),
+    "copies to the host": "Memcpy DtoH",
+}
+KERNELS = {  # of a step: how the names of a kind look; the first that fits is the kind
+    "attention": "attend|combine|flash|fmha|attention|softmax",
+    "norms": "norm",
+    "products": "gemm|gemv|cutlass|nvjet|splitk|_few|::mm",
+    "rotation, writing of the cache": "rotate|roll|index|scatter|gather",
+    "likeliest token": "argmax",
+    "elementwise": "elementwise|_gate|mem|copy",
+    "others": "",
+}
 
 
 @dataclass(frozen=True)
 class Sizes:
     """How much is done."""
 
-    prompts: int  # of the bundled target, decoded two at a time
-    text_tokens: int  # new tokens of each
     model: dict[str, int]  # the LlamaConfig of the random target
     tokens: int  # of a random prompt, and as many new ones
-    batches: tuple[int, ...]
-    repeats: int  # timed runs after the one that warms up
-    training: tuple[str, ...]
+    questions: dict[int, int]  # for shipped drafters, by batch size
+    shipped: str  # their target
+    methods: tuple[str, ...]  # that draft with them, `auto` at last
+    training: tuple[str, ...]  # options of the one that is timed
+    flags: tuple[str, ...] = ()  # of this script
+    files: tuple[str, ...] = ()  # of questions
+
+
+def llama(vocab: int, width: int, inner: int, blocks: int, heads: int, kv_heads: int) -> dict[str, int]:
+    sizes = {"vocab_size": vocab, "hidden_size": width, "intermediate_size": inner, "num_hidden_layers": blocks}
+    return sizes | {"num_attention_heads": heads, "num_key_value_heads": kv_heads}
 
 
 FULL = Sizes(
-    prompts=4,
-    text_tokens=48,
-    model={  # that of Llama 3.2 1B
-        **{"vocab_size": 128256, "hidden_size": 2048, "intermediate_size": 8192, "num_hidden_layers": 16},
-        **{"num_attention_heads": 32, "num_key_value_heads": 8},
-    },
+    model=llama(128256, 2048, 8192, 16, 32, 8),  # that of Llama 3.2 1B
     tokens=128,
-    batches=(1, 32),
-    repeats=2,
-    training=("max_steps=20", "data.row_tokens=1024", "corpus.max_documents=400"),
+    questions={1: 12, 32: 96},
+    shipped="smollm2",
+    methods=("spire", "spire_sssd", "auto"),
+    training=("max_steps=30", "data.row_tokens=2048", "data.batch_size=8"),
 )
 TINY = Sizes(
-    prompts=3,
-    text_tokens=12,
-    model={
-        **{"vocab_size": 512, "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2},
-        **{"num_attention_heads": 4, "num_key_value_heads": 2},
-    },
+    model=llama(4096, 64, 128, 2, 4, 2),
     tokens=16,
-    batches=(1, 4),
-    repeats=1,
-    training=("max_steps=4", "data.row_tokens=64", "corpus.max_documents=40"),
+    questions={1: 1, 4: 4},
+    shipped=BUNDLED,
+    methods=("spire", "auto"),
+    training=("max_steps=5", "data.row_tokens=64", "data.batch_size=4"),
 )
 
 
 @dataclass(frozen=True)
 class Row:
-    """One line of the table."""
+    """Something that was checked or measured."""
 
     what: str
+    value: float | None = None
+    unit: str = ""
     result: str = "ok"  # ok | failed | skipped
-    tokens_per_s: float | None = None  # of the whole run, prompts included
-    tau: float | None = None
-    ms: float | None = None  # of a step, or of a kernel in a step
-    calls: int | None = None  # of a kernel in a step
-    peak_bytes: int | None = None  # on the GPU; without one, resident
     note: str = ""
 
 
 def gpu_tests(sizes: Sizes) -> Iterator[Row]:
     """Run the tests marked `gpu`."""
-    files = [str(file) for file in sorted(ROOT.glob("tests/**/test_*.py")) if "mark.gpu" in file.read_text()]
-    command = [sys.executable, "-m", "pytest", "-m", "gpu", "-p", "no:cacheprovider", *files]
+    command = [sys.executable, "-m", "pytest", "-m", "gpu", "-p", "no:cacheprovider", f"-n{6 * ON_GPU}", "tests/gpu"]
     done = subprocess.run(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
     print(done.stdout)
     lines = [line for line in done.stdout.splitlines() if line.strip()] or ["pytest said nothing"]
-    passed = "ok" if ON_GPU else "skipped"
-    yield Row("pytest -m gpu", "failed" if done.returncode else passed, note=lines[-1])
-    for line in lines:
-        if line.startswith(("FAILED", "ERROR")):
-            yield Row(line[:NAME_CHARACTERS], "failed", note=line[NAME_CHARACTERS:])
+    result = "failed" if done.returncode else "ok" if ON_GPU else "skipped"
+    yield Row("pytest -m gpu", result=result, note=lines[-1].strip("= "))
+    yield from (Row(line, result="failed") for line in lines if line.startswith(("FAILED", "ERROR")))
 
 
-def decode_methods(sizes: Sizes) -> Iterator[Row]:
-    """Decode with every method, plain decoding first. Its greedy float32 text is that of all others."""
-    names = dict.fromkeys([BASELINE, *method_names()])
-    for dtype in ("float32", "bfloat16"):
-        target = load_target(bundled_folder(BUNDLED), dtype)
-        prompts, artifacts = texts_and_artifacts(target, sizes)
-        plain: list[list[int]] = []
+def greedy_texts(sizes: Sizes) -> Iterator[Row]:
+    """Decode with every method. Greedy float32 text is that of plain decoding without our kernels and graphs."""
+    folder, loaded = Path(tempfile.mkdtemp()), load_target(bundled_folder(BUNDLED))
+    write_json(folder / "seconds.json", Kept("seconds", SCHEMA, {}, {"*": {1: 1e-3, 64: 2e-3}}))
+    os.environ[FILE] = str(folder / "seconds.json")  # so that nothing is timed beside other work
+    tokens = loaded.tokenizer(Path(argparse.__file__).read_text())["input_ids"]
+    documents = [tokens[start : start + 512] for start in range(0, len(tokens), 512)]
+    prompts = [document[:length] for document, length in zip(documents, (40, 65, 90), strict=False)]
+    artifacts = Artifacts(folder, loaded, lambda: new_vanilla(loaded.model), lambda: documents)
+    for kind in ("spire", "vanilla", "datastore"):  # others are made, untrained
+        with suppress(UserError):
+            artifacts[kind] = find_artifact(kind, loaded)
+    plain: list[list[int]] = []
+    for dtype, way in (("float32", "none"), ("float32", "auto"), ("bfloat16", "auto"))[not ON_GPU :]:
+        target = TargetModel(loaded.model.to(getattr(torch, dtype)), loaded.tokenizer, graphs=way, compile=way)
+        names, same, what = dict.fromkeys([BASELINE, *method_names()]), [], f"{dtype}, graphs and kernels {way}"
         for name in names:
-            build = partial(build_method, with_papers_nodes(method_config(name)), target, artifacts)
-            row, texts = decoded(f"{name}, {dtype}", target, build, prompts, sizes.text_tokens)
+            try:
+                method = build_method(with_papers_nodes(method_config(name)), target, artifacts)
+                found = generate(target, method, prompts, sizes.tokens // 2, batch_size=2, stop_token_ids=())
+            except Exception as error:  # the other methods are checked all the same
+                yield Row(f"{name}, {what}", result="failed", note=first_line(error))
+                continue
+            texts = [one.tokens for one in found]
             plain = plain or texts
-            yield compared(row, texts, plain, exact=dtype == "float32")
+            same.append(texts == plain)
+            if dtype == "float32" and texts != plain:
+                yield Row(f"{name}, {what}", result="failed", note="not the texts of plain decoding")
+        yield Row(what, note=f"{sum(same)} of {len(names)} methods write the texts of plain decoding")
 
 
-def compare_graphs(sizes: Sizes) -> Iterator[Row]:
-    """Decode with every method eagerly, then with CUDA graphs: the same greedy float32 text."""
-    if not ON_GPU:
-        yield Row("eager and graphs", "skipped", note="needs a GPU")
-        return
-    loaded, eager = load_target(bundled_folder(BUNDLED)), {}
-    prompts, artifacts = texts_and_artifacts(loaded, sizes)
-    for mode in ("none", "auto"):
-        target = TargetModel(loaded.model, loaded.tokenizer, graphs=mode)
-        for name in method_names():
-            build = partial(build_method, with_papers_nodes(method_config(name)), target, artifacts)
-            row, texts = decoded(f"{name}, graphs={mode}", target, build, prompts, sizes.text_tokens)
-            yield compared(row, texts, eager.setdefault(name, texts), exact=True)
-
-
-def measure_speed(sizes: Sizes) -> Iterator[Row]:
-    """Measure plain decoding, and steps with the shape of speculative decoding, beside Hugging Face `generate`."""
-    target, draft = random_models(sizes)
-    for batch_size in sizes.batches:
-        prompts = random_prompts(target, batch_size, sizes.tokens)
-        yield hugging_face(f"Hugging Face generate, batch {batch_size}", target, prompts, sizes)
-        for name, build in (("autoregressive", Autoregressive), (f"speculative, gamma {GAMMA}", partial(guess, draft))):
-            what = f"{name}, batch {batch_size}"
-            yield decoded(what, target, build, prompts, sizes.tokens, batch_size, sizes.repeats)[0]
-
-
-def measure_compiled(sizes: Sizes) -> Iterator[Row]:
-    """Measure Hugging Face `generate` with a static cache, whose forward transformers compiles on a GPU."""
-    target, _ = random_models(sizes, engine="transformers")
-    for batch_size in sizes.batches:
-        prompts = random_prompts(target, batch_size, sizes.tokens)
-        what = f"Hugging Face generate, static cache, batch {batch_size}"
-        row = hugging_face(what, target, prompts, sizes, cache_implementation="static")
-        yield row if ON_GPU else replace(row, note="not compiled on a CPU")
-
-
-def profile_step(sizes: Sizes) -> Iterator[Row]:
-    """Profile one step of plain and of speculative decoding at batch 1."""
-    target, draft = random_models(sizes)
-    prompts = random_prompts(target, 1, sizes.tokens)
-    activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if ON_GPU else [])]
-    for name, drafter in (("autoregressive", Autoregressive()), ("speculative", guess(draft))):
-        steps = stream(target, drafter, prompts, PROFILED_TOKENS, stop_token_ids=())
-        for _ in range(WARM_UP_STEPS):
-            next(steps)
-        for _ in range(2):  # the first starts the profiler
-            with profile(activities=activities) as profiled:
-                next(steps)
-        yield from profile_rows(name, profiled.key_averages())
-
-
-def train(sizes: Sizes, trainer: str) -> Iterator[Row]:
+def check_training(sizes: Sizes, trainer: str) -> Iterator[Row]:
     """Train SPIRe for a few steps on all GPUs, or on one rank on the CPU."""
-    folder, n_ranks = Path(tempfile.mkdtemp()), max(1, torch.cuda.device_count())
+    rows = "data.batch_size=8", "data.val_rows=8", "data.row_tokens=128"
+    run = trained(*rows, f"trainer={trainer}", "trainer.compile=none", "max_steps=20")
+    loss = load_json(run / "result.json")["metrics"]["eval/loss"]
+    yield Row(f"trainer={trainer}", note=f"20 steps, held-out loss {loss:.3f}")
+
+
+def time_training(sizes: Sizes) -> Iterator[Row]:
+    """Train SPIRe for the random target, and read the speed from its log."""
+    target = Path(tempfile.mkdtemp())
+    for part in (random_model(sizes), load_target(bundled_folder(BUNDLED)).tokenizer):
+        part.save_pretrained(target)
+    logged = read_curve(trained(f"target={target}", *sizes.training, "data.val_rows=4", "trainer.log_every_n_steps=5"))
+    yield Row("SPIRe training, 8 rows of 2,048 tokens", logged_values(logged, "train/tokens_per_s")[-1], "tokens/s")
+    for share in logged_values(logged, "train/mfu")[-1:]:
+        yield Row("share of the peak FLOP/s in training", 100 * share, "%")
+
+
+def trained(*options: str) -> Path:
+    """Train SPIRe and return the run folder. What an error says last is the section's failure."""
+    folder = Path(tempfile.mkdtemp())
     command = [
-        *(sys.executable, "-m", "spectrain.train", "+exp=spire", f"trainer={trainer}", *sizes.training),
+        *(
+            sys.executable,
+            "-m",
+            "spectrain.train",
+            "+exp=spire",
+            *options,
+            "corpus.max_documents=400",
+            "select.every=0",
+        ),
         *([] if ON_GPU else ["trainer.accelerator=cpu", "trainer.devices=1"]),
-        *(f"data.batch_size={n_ranks * max(1, 4 // n_ranks)}", f"data.val_rows={2 * n_ranks}", "select.every=0"),
         *("tau.context_tokens=[32]", "tau.contexts=2", "tau.new_tokens=8", "tau.temperatures=[0.0]"),
         *("tau.timed_contexts=1", f"run_dir={folder}/run", f"out={folder}/export"),
     ]
-    before = peak = gpu_bytes()
-    process = subprocess.Popen(command, cwd=folder)
-    while process.poll() is None:
-        peak = max(peak, gpu_bytes())
-        time.sleep(0.1)
-    if process.returncode:
-        raise SystemExit(process.returncode)  # what it said last is the section's failure
-    found = json.loads((folder / "run/result.json").read_text())
-    resident = resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss * 1024
-    note = f"{found['steps']} steps on {n_ranks} rank(s), held-out loss {found['metrics']['eval/loss']:.3f}"
-    yield Row(f"trainer={trainer}", peak_bytes=peak - before if ON_GPU else resident, note=note)
+    if code := subprocess.run(command, cwd=folder).returncode:
+        raise SystemExit(code)
+    return folder / "run"
 
 
-def gpu_bytes() -> int:
-    """Return the memory in use on all GPUs, by whichever process; 0 without a GPU."""
-    in_use = 0
-    for device in range(torch.cuda.device_count()):
-        free, total = torch.cuda.mem_get_info(device)
-        in_use += total - free
-    return in_use
-
-
-def texts_and_artifacts(target: TargetModel, sizes: Sizes) -> tuple[list[list[int]], Artifacts]:
-    """Return prompts of different lengths from the standard library, and what methods of the target draft with.
-
-    Drafters and datastores come from checkpoints/ where one fits the target. The others, and the acceptance head, are
-    made untrained in a temporary folder.
-    """
-    tokens = target.tokenizer(Path(argparse.__file__).read_text())["input_ids"]
-    documents = [tokens[start : start + 512] for start in range(0, len(tokens), 512)]
-    prompts = [document[: 40 + 25 * number] for number, document in enumerate(documents[: sizes.prompts])]
-    folder = Path(tempfile.mkdtemp())
-    artifacts = Artifacts(folder, target, lambda: new_vanilla(target.model), lambda: documents)
-    for kind in ("spire", "vanilla", "datastore"):
-        with suppress(UserError):
-            artifacts[kind] = find_artifact(kind, target)
-    return prompts, artifacts
-
-
-def random_models(sizes: Sizes, engine: str = "auto") -> tuple[TargetModel, TargetModel]:
-    """Make a target of random weights in bfloat16, and a draft model of two layers for it."""
+def random_model(sizes: Sizes) -> PreTrainedModel:
+    """Make a Llama of random weights in bfloat16."""
     torch.manual_seed(0)
     config = LlamaConfig(**sizes.model, tie_word_embeddings=True, bos_token_id=None, eos_token_id=None)
-    with torch.device(DEVICE):
+    with torch.device("cuda" if ON_GPU else "cpu"):
         model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16, attn_implementation="sdpa")
-        draft = new_vanilla(model, n_layer=2).to(torch.bfloat16)
-    return tuple(TargetModel(one.eval().requires_grad_(False), engine=engine) for one in (model, draft))
-
-
-def guess(draft: TargetModel) -> Speculative:
-    """Return a method whose steps cost as much as with a trained drafter. How many tokens are accepted is chance."""
-    return Speculative(draft, GAMMA)
+    return model.eval().requires_grad_(False)
 
 
 def random_prompts(target: TargetModel, n_rows: int, n_tokens: int) -> list[list[int]]:
@@ -278,230 +245,261 @@ def random_prompts(target: TargetModel, n_rows: int, n_tokens: int) -> list[list
     return torch.randint(target.vocab_size, (n_rows, n_tokens), generator=generator).tolist()
 
 
-def decoded(
-    what: str,
-    target: TargetModel,
-    build: Callable[[], Drafter],
-    prompts: Sequence[list[int]],
-    n_new: int,
-    batch_size: int = 2,
-    repeats: int = 0,
-) -> tuple[Row, list[list[int]]]:
-    """Decode greedily with a method. Returns its row and texts; an error becomes a failed row without texts.
+def random_spire(target: TargetModel, gamma: int | None) -> Spire:
+    """Return a method with an untrained drafter of two blocks; without gamma it drafts as many tokens as pay."""
+    layers = target.n_layer - 2, target.n_layer - 1
+    config = SpireConfig(shape_of(target.model), layers, input="trained", draft_vocab=target.vocab_size // 4)
+    length, budget = lengths_of(gamma, "auto", GAMMA, 2 * GAMMA)
+    return Spire(SpireDrafter(config), length, draft_dtype="auto", budget=budget)
 
-    Args:
-        what: the row's name.
-        target: the model.
-        build: makes the method.
-        prompts: token ids.
-        n_new: new tokens of each prompt.
-        batch_size: rows decoded together.
-        repeats: timed runs after one that warms up; 0: the first is timed.
-    """
+
+def measure_step(sizes: Sizes) -> Iterator[Row]:
+    """Measure forwards, steps and a draft chain of the random target, and profile a step of plain decoding."""
+    model, trees = random_model(sizes), _AnyTrees(is_chain=False)
+    target, plain, trees.pace = TargetModel(model), TargetModel(model, compile="none"), TREE_NODES
+    for n_rows in sizes.questions:
+        yield step_row(f"step of plain decoding, batch {n_rows}", "", target, Autoregressive(), sizes, n_rows)
+    for what, one in (("", target), (" by torch operations", plain)):
+        yield step_row(f"forward of 1 node{what}", "forward", one, Autoregressive(), sizes)
+        yield step_row(f"forward of {TREE_NODES} nodes{what}", "forward", one, trees, sizes)
+    spire = random_spire(target, GAMMA)
+    yield step_row(f"draft of {GAMMA} tokens, 2 blocks", "draft", target, spire, sizes)
     if ON_GPU:
-        torch.cuda.reset_peak_memory_stats(DEVICE)
-    seconds: list[float] = []
+        segments = torch.cuda.memory_snapshot()
+        n_bytes = sum(one["total_size"] for one in segments if tuple(one["segment_pool_id"]) != (0, 0))
+        yield Row("memory of graphs", n_bytes / 2**30, "GiB", note=f"{Graphs.n_recorded} graphs")
+    steps = stream(target, Autoregressive(), random_prompts(target, 1, sizes.tokens), sizes.tokens, stop_token_ids=())
+    for _ in range(6):  # which warm up, the profiler too
+        with profile(activities=[ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if ON_GPU else [])]) as profiled:
+            next(steps)
+    yield from profile_rows(profiled.key_averages())
+
+
+def step_row(what: str, stage: str, target: TargetModel, drafter: Drafter, sizes: Sizes, n_rows: int = 1) -> Row:
+    """Measure the ms of a step, or of one of its stages, in the second of two generations."""
     try:
-        drafter = build()
-        for _ in range(repeats + 1):
-            began = time.perf_counter()
-            found = generate(target, drafter, prompts, n_new, batch_size=batch_size, stop_token_ids=())
-            seconds.append(time.perf_counter() - began)
-    except Exception as error:  # the other methods are measured all the same
-        return Row(what, "failed", note=first_line(error)), []
-    forwards = [generation.target_forwards for generation in found]
-    row = Row(
-        what,
-        tokens_per_s=len(prompts) * n_new / statistics.median(seconds[min(1, repeats) :]),
-        tau=(n_new - 1) * len(prompts) / sum(forwards),
-        peak_bytes=peak_bytes(),
-    )
-    if len(prompts) <= batch_size:  # all rows are there from the first step to the last of the longest
-        stages = {stage: 1000 * sum(g.time_s[stage] for g in found) / max(forwards) for stage in found[0].time_s}
-        row = replace(row, ms=sum(stages.values()), note=", ".join(f"{s} {ms:.2f} ms" for s, ms in stages.items()))
-    return row, [generation.tokens for generation in found]
+        prompts = random_prompts(target, n_rows, sizes.tokens)
+        for _ in range(2):
+            found = decoded(target, drafter, prompts, sizes.tokens)
+    except Exception as error:  # the other rows are measured all the same
+        return Row(what, result="failed", note=first_line(error))
+    n_steps = max(one.target_forwards for one in found)
+    stages = {name: 1000 * sum(one.time_s[name] for one in found) / n_steps for name in found[0].time_s}
+    note = ", ".join(f"{name} {ms:.2f}" for name, ms in stages.items() if not stage)
+    return Row(what, stages[stage] if stage else sum(stages.values()), "ms", note=note)
 
 
-def compared(row: Row, texts: list[list[int]], expected: list[list[int]], exact: bool) -> Row:
-    """Return the row with what its texts have in common with the expected ones, which `exact` demands to be all."""
-    if row.result != "ok" or not expected:
-        return row
-    differing = [i for i, (text, other) in enumerate(zip(texts, expected, strict=True)) if text != other]
-    if exact and differing:
-        first = differing[0]
-        place = next(i for i, (a, b) in enumerate(zip(texts[first], expected[first], strict=True)) if a != b)
-        return replace(row, result="failed", note=f"text {first} differs from the expected one from token {place} on")
-    return replace(row, note=f"{len(texts) - len(differing)} of {len(texts)} texts as expected")
+def decoded(target: TargetModel, drafter: Drafter, prompts: list[list[int]], n_new: int) -> list[Generation]:
+    return generate(target, drafter, prompts, n_new, batch_size=len(prompts), stop_token_ids=())
 
 
-def hugging_face(what: str, target: TargetModel, prompts: list[list[int]], sizes: Sizes, **options: str) -> Row:
-    """Measure Hugging Face `generate`, after one run that warms up; `options` go to its GenerationConfig."""
-    if ON_GPU:
-        torch.cuda.reset_peak_memory_stats(DEVICE)
-    try:
-        model = own_model(target)
-        seconds = [hugging_face_s(model, prompts, sizes.tokens, **options) for _ in range(sizes.repeats + 1)]
-    except Exception as error:
-        return Row(what, "failed", note=first_line(error))
-    rate = len(prompts) * sizes.tokens / statistics.median(seconds[1:])
-    return Row(what, tokens_per_s=rate, peak_bytes=peak_bytes(), note=f"the first run took {seconds[0]:.1f} s")
+def profile_rows(events: Sequence) -> Iterator[Row]:
+    """Tell of a profile how often it launches, waits and copies, and how long which kernels take.
 
-
-def peak_bytes() -> int:
-    """Return the most memory that was allocated on the GPU; without one, what the process holds now."""
-    return torch.cuda.max_memory_allocated(DEVICE) if ON_GPU else resident_bytes()
-
-
-def profile_rows(name: str, events: Sequence) -> Iterator[Row]:
-    """Count the launches, waits and copies of one step, and list what took most of its time.
-
-    Args:
-        name: the method.
-        events: the averages of a profile, one per operator, call of the CUDA runtime, or kernel.
+    Its events are the averages of each operator, call of the CUDA runtime, and kernel.
     """
 
-    def count(*prefixes: str) -> int:
-        return sum(event.count for event in events if event.key.startswith(prefixes))
-
-    launched = f"{count(*LAUNCHES)} kernels and {count('cudaGraphLaunch')} graphs launched"
-    waited = f"{count(*WAITS)} waits for the GPU (the profiler's own included)"
-    copied = f"{count('Memcpy DtoH')} copies to the host, {count('Memcpy HtoD')} to the GPU"
-    yield Row(f"{name}: one step", note=f"{launched}, {waited}, {copied}, {count('aten::')} calls of operators")
+    counts = (f"{sum(e.count for e in events if e.key.startswith(names))} {what}" for what, names in HOST.items())
+    yield Row("on the host", note=", ".join(counts))
     on_gpu = [event for event in events if event.device_type == DeviceType.CUDA]
     time_us = attrgetter("self_device_time_total" if on_gpu else "self_cpu_time_total")
-    for event in sorted(on_gpu or events, key=time_us, reverse=True)[:SHOWN_KERNELS]:
-        yield Row(f"{name}: {event.key[:NAME_CHARACTERS]}", ms=time_us(event) / 1000, calls=event.count)
+    kinds: dict[str, list] = {kind: [] for kind in KERNELS}
+    for event in sorted(on_gpu or events, key=time_us, reverse=True):
+        kind = next(kind for kind, names in KERNELS.items() if re.search(names, event.key, re.IGNORECASE))
+        kinds[kind].append(event)
+    for kind, own in kinds.items():
+        if own:
+            note = f"{sum(event.count for event in own)} calls, the most of it in {own[0].key[:60]}"
+            yield Row(kind, sum(map(time_us, own)) / 1000, "ms", note=note)
 
 
-def hugging_face_s(model: PreTrainedModel, prompts: list[list[int]], n_new: int, **options: str) -> float:
-    """Time the continuation of prompts of one length; `options` go to the GenerationConfig."""
-    never = model.config.vocab_size  # an EOS that no text holds; None would be replaced by the model's own
-    config = GenerationConfig(do_sample=False, max_new_tokens=n_new, eos_token_id=never, pad_token_id=0, **options)
-    tokens = torch.tensor(prompts, device=model.device)
-    started = time.perf_counter()
-    with torch.inference_mode(not options):  # compiled, with a static cache, transformers runs under its own no_grad
-        output = model.generate(tokens, attention_mask=torch.ones_like(tokens), generation_config=config)
-    texts = output.tolist()  # waits for a GPU
-    elapsed_s = time.perf_counter() - started
-    assert all(len(text) == len(prompts[0]) + n_new for text in texts), output.shape
-    return elapsed_s
+def first_answer(sizes: Sizes) -> Iterator[Row]:
+    """Answer once with the options that `spire` has by default: kernels are compiled, steps timed and recorded."""
+    said = io.StringIO()
+    logging.basicConfig(stream=said, format="%(message)s", level=logging.INFO)
+    target, before = TargetModel(random_model(sizes)), Path("answered")  # in the folder that `first` and `again` share
+    method, what = Auto({"spire": random_spire(target, None)}), "of a process" if before.exists() else "of all"
+    began = time.perf_counter()
+    decoded(target, method, random_prompts(target, 1, sizes.tokens), 16)
+    before.touch()
+    yield Row(f"first answer {what}", time.perf_counter() - began, "s", note="; ".join(said.getvalue().splitlines()))
 
 
-SECTIONS = {  # what yields the rows, and its limit in seconds
-    "tests": (gpu_tests, 300),
-    "methods": (decode_methods, 300),
-    "graphs": (compare_graphs, 300),
-    "speed": (measure_speed, 240),
-    "profile": (profile_step, 120),
-    "train_ddp": (partial(train, trainer="ddp"), 180),
-    "train_zero2": (partial(train, trainer="deepspeed_zero2"), 180),
-    "compiled": (measure_compiled, 300),
+def measure_shipped(sizes: Sizes) -> Iterator[Row]:
+    """Measure drafters that come with spectrain beside plain decoding, as spectrain.bench does by default."""
+    if (folder := bundled_folder(sizes.shipped)) is None:
+        yield Row("SmolLM2", result="skipped", note="checkpoints/smollm2-135m is not there")
+        return
+    target, files = load_target(folder, "bfloat16" if ON_GPU else "float32"), sizes.files or (None,)
+    yield step_row("forward of SmolLM2", "forward", target, Autoregressive(), sizes)
+    drafters = {name: build_method(method_config(name), target) for name in sizes.methods}
+    for size, n_questions in sizes.questions.items():
+        asked = [one for file in files for one in read_questions(file, max(1, n_questions // len(files)))]
+        speedups: list[float] = []
+        for name, drafter in drafters.items():
+            what, both = f"`{name}`, SmolLM2, batch {size}: speedup", {BASELINE: Autoregressive(), name: drafter}
+            decoders = {name: partial(generate, target, one, batch_size=size) for name, one in both.items()}
+            ids = partial(question_ids, target.tokenizer)
+            benchmark = Benchmark(target, decoders, asked, ids, sizes.tokens, size, strict=ON_GPU)
+            rows = benchmark.run(Path(tempfile.mkdtemp(), "questions.jsonl"))
+            found = summarise(rows, dict.fromkeys(decoders, "method"), True, False)[name]
+            errors, speedup, tau = [r.error for r in rows if r.error], found["speedup"], found["mean_accepted"]
+            if errors or speedup is None:
+                yield Row(what, result="failed", note=f"{len(errors)} errors; {[*errors, found['no_speedup']][0]}")
+                continue
+            yield Row(what, speedup, note=f"tau {tau:.2f}")
+            yield Row(f"{what} / tau", speedup / tau)
+            if name == "auto" and speedups:
+                yield Row(f"`auto` / the best of these, batch {size}", speedup / max(speedups))
+            speedups.append(speedup)
+
+
+def measure_peer(sizes: Sizes) -> Iterator[Row]:
+    """Measure plain decoding beside Hugging Face `generate` at batch 1, each in the second of two texts."""
+    target = TargetModel(random_model(sizes))
+    prompts, peer = random_prompts(target, 1, sizes.tokens), build_baseline("hf_generate", target)
+    for _ in range(2):
+        (ours,) = decoded(target, Autoregressive(), prompts, sizes.tokens)
+        (theirs,) = peer(prompts, sizes.tokens, stop_token_ids=())
+    note = "{:,.0f} and {:,.0f} tokens/s".format(*(sizes.tokens / one.elapsed_s for one in (ours, theirs)))
+    note = ", ".join([note, *(one.method for one in theirs.choices)])
+    yield Row("plain decoding / Hugging Face's best", theirs.elapsed_s / ours.elapsed_s, note=note)
+
+
+CHECKS = ("tests", "texts", "ddp", "zero2")  # which run side by side
+SECTIONS = {  # what yields the rows, and its limit in seconds; later sections get what earlier ones have left
+    "tests": (gpu_tests, 95),
+    "texts": (greedy_texts, 95),
+    "ddp": (partial(check_training, trainer="ddp"), 95),
+    "zero2": (partial(check_training, trainer="deepspeed_zero2"), 95),
+    "step": (measure_step, 45),
+    "first": (first_answer, 20),
+    "again": (first_answer, 15),
+    "smollm2": (measure_shipped, 65),
+    "peer": (measure_peer, 40),
+    "training": (time_training, 80),
 }
 
 
 def main() -> int:
     args = parsed()
+    files = tuple(str(Path(file).resolve()) for file in args.prompts)
+    flags = (*["--tiny"] * args.tiny, *["--prompts"] * bool(files), *files)
+    sizes = replace(TINY if args.tiny else FULL, flags=flags, files=files)
     if args.worker:
-        work(args.worker[0], Path(args.worker[1]), TINY if args.tiny else FULL)
+        quiet_libraries()
+        rows = RowFile(Path(f"{args.worker}.jsonl"), Row)
+        for row in SECTIONS[args.worker][0](sizes):
+            rows.append(row)
         return 0
-    try:
-        args.out.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        print(f"error: --out={args.out} cannot be a folder ({error.strerror}); give another one", file=sys.stderr)
+    if args.sections and not (ON_GPU or args.tiny):
+        print("error: there is no NVIDIA GPU here; --tiny runs all sections at small sizes on a CPU", file=sys.stderr)
         return 2
+    args.out.mkdir(parents=True, exist_ok=True)
     TYPED_COMMAND.set(shlex.join(["python", *sys.argv]))
-    ends_s, sections = time.monotonic() + BUDGET_S, []
-    with tempfile.TemporaryDirectory(prefix="check-gpu-") as folder:
-        for name in args.sections:
-            limit_s = SECTIONS[name][1] * (BUSY if args.tiny else 1)
-            limit_s = max(0, min(limit_s, ends_s - time.monotonic()))
-            sections.append(run_section(name, Path(folder), args.out, args.tiny, limit_s))
-            print("{section}: {result} in {seconds:.0f} s. {note}".format(**sections[-1]), flush=True)
-    device = {"device": device_facts(DEVICE, torch.float32)["device"], "gpus": torch.cuda.device_count()}
-    found = {**provenance(), **device, "cuda": torch.version.cuda, "tiny": args.tiny, "sections": sections}
-    write_json(args.out / "check_gpu.json", found)
-    write_whole(args.out / "check_gpu.md", markdown(found))
-    failed = [{"section": s["section"], **row} for s in sections for row in s["rows"] if row["result"] == "failed"]
-    show([("failed rows", cells_of(failed))] if failed else [], 120, f"{args.out}/check_gpu.json, check_gpu.md")
-    return int(any(section["result"] == "failed" for section in sections))
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # which ends the sections, too
+    groups = [[name for name in args.sections if name in CHECKS], *([n] for n in args.sections if n not in CHECKS)]
+    longer, found = BUSY if args.tiny else 1, []
+    ends_s = time.monotonic() + longer * BUDGET_S
+    write_tables(args.out, found, sizes)
+    with tempfile.TemporaryDirectory(prefix="check-gpu-", ignore_cleanup_errors=True) as folder:
+        for i, group in enumerate(groups):
+            kept_s = longer * sum(SECTIONS[later[0]][1] for later in groups[i + 1 :])
+            for section in run_group(group, Path(folder), sizes, ends_s - time.monotonic() - kept_s):
+                found.append(section)
+                write_tables(args.out, found, sizes)
+                with (args.out / "check_gpu.log").open("a") as log:
+                    log.write("== {section}\n{said}\n".format(**section))
+                print("{section}: {result} in {seconds} s. {note}".format(**section), flush=True)
+    return int(any(section["result"] == "failed" for section in found))
 
 
 def parsed() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", type=Path, default=Path("runs/check-gpu"), help="folder of the table and the logs")
-    parser.add_argument("--sections", nargs="+", choices=list(SECTIONS), default=list(SECTIONS))
-    parser.add_argument("--tiny", action="store_true", default=not ON_GPU, help="small sizes, as without a GPU")
-    parser.add_argument("--worker", nargs=2, metavar=("SECTION", "FILE"), help=argparse.SUPPRESS)
+    parser.add_argument("--out", type=Path, default=Path("runs/check-gpu"), help="folder of the tables and the log")
+    parser.add_argument("--sections", nargs="*", choices=list(SECTIONS), default=list(SECTIONS), metavar="SECTION")
+    parser.add_argument("--prompts", nargs="+", default=[], help="files of questions for smollm2")
+    parser.add_argument("--tiny", action="store_true", help="small sizes, on any machine")
+    parser.add_argument("--worker", choices=list(SECTIONS), help=argparse.SUPPRESS)
     return parser.parse_args()
 
 
-def work(name: str, file: Path, sizes: Sizes) -> None:
-    """Write the rows of a section as they are measured."""
-    quiet_libraries()
-    rows = RowFile(file, Row)
-    for row in SECTIONS[name][0](sizes):
-        rows.append(row)
+def run_group(names: Sequence[str], folder: Path, sizes: Sizes, limit_s: float) -> Iterator[dict]:
+    """Run sections side by side, each in a process; yield what each has found when it ends or its time is over.
 
-
-def run_section(name: str, folder: Path, out: Path, tiny: bool, limit_s: float) -> dict:
-    """Run a section in a process of its own; returns its result, seconds, rows, and why it ended too early.
-
-    Args:
-        name: of the section.
-        folder: where it may leave files.
-        out: where its log goes.
-        tiny: whether sizes are small.
-        limit_s: seconds after which it is killed, with all processes that it has started.
+    They run in the folder, and are killed after limit_s seconds with all processes that they have started.
     """
-    file, log = folder / f"{name}.jsonl", out / f"{name}.log"
-    command = [sys.executable, str(Path(__file__).resolve()), "--worker", name, str(file), *["--tiny"] * tiny]
+    began_s, running = time.monotonic(), {}
     paths = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
-    settings = {"env": os.environ | {"PYTHONPATH": paths, "TMPDIR": str(folder)}, "start_new_session": True}
-    began_s, note = time.monotonic(), ""
-    with log.open("w") as said:
-        process = subprocess.Popen(command, stdout=said, stderr=subprocess.STDOUT, **settings)
-        try:
-            if process.wait(limit_s):
-                lines = log.read_text(errors="replace").split("\n")
-                note = next((line for line in reversed(lines) if line.strip()), f"exit code {process.returncode}")
-        except BaseException as stop:
-            os.killpg(process.pid, signal.SIGKILL)
-            process.wait()
-            if not isinstance(stop, subprocess.TimeoutExpired):
-                raise
-            note = f"not done after {limit_s:.0f} s"
-    rows = list(map(asdict, RowFile(file, Row).rows))
-    results = {"failed"} if note else {row["result"] for row in rows}
-    result = "failed" if "failed" in results else "ok" if "ok" in results else "skipped"
-    return {"section": name, "result": result, "seconds": time.monotonic() - began_s, "note": note, "rows": rows}
+    settings = {"cwd": folder, "stderr": subprocess.STDOUT, "start_new_session": True}
+    try:
+        for name in names:
+            command = [sys.executable, str(Path(__file__).resolve()), "--worker", name, *sizes.flags]
+            # What `first` compiles must be new, and `again` finds it.
+            cache = {"TRITON_CACHE_DIR": str(folder / "triton")} if name in ("first", "again") else {}
+            settings["env"] = os.environ | {"PYTHONPATH": paths, "TMPDIR": str(folder)} | cache
+            with (folder / f"{name}.log").open("w") as said:
+                running[name] = subprocess.Popen(command, stdout=said, **settings)
+        while running:
+            time.sleep(0.1)
+            seconds = time.monotonic() - began_s
+            for name in [name for name in running if running[name].poll() is not None or seconds > limit_s]:
+                code, said = ended(running.pop(name)), (folder / f"{name}.log").read_text(errors="replace")
+                lines = [line for line in said.split("\n") if line.strip()] or [f"exit code {code}"]
+                note = "" if code == 0 else lines[-1] if code else f"not done after {limit_s:.0f} s"
+                rows = list(map(asdict, RowFile(folder / f"{name}.jsonl", Row).rows))
+                results = {"failed"} if note else {row["result"] for row in rows}
+                result = next((one for one in ("failed", "ok") if one in results), "skipped")
+                found = {"section": name, "result": result, "seconds": round(seconds), "note": note}
+                yield found | {"rows": rows, "said": said}
+    finally:
+        for process in running.values():
+            ended(process)
 
 
-def markdown(found: Mapping) -> str:
-    """The table of all sections and their rows, below the date, the machine and the versions."""
-    rows = []
-    for section in found["sections"]:
-        rows += [{**section, "what": "the whole"}, *section["rows"]]
-    versions = ", ".join(f"{name} {version}" for name, version in found["versions"].items())
-    sizes = "small sizes" if found["tiny"] else "full sizes"
-    facts = f"{found['date']}, {found['gpus']} GPUs, CUDA {found['cuda'] or 'missing'}, {versions}, {sizes}"
-    return f"# `{found['command']}` on {found['device']}\n\n{facts}.\n\n{as_markdown(cells_of(rows))}"
+def ended(process: subprocess.Popen) -> int | None:
+    """Return the exit code of a process; None: it was still running, and is killed with all that it has started."""
+    code = process.poll()
+    if code is None:
+        os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+    return code
 
 
-def cells_of(rows: list[Mapping]) -> DataFrame:
-    """Rows, and sections as rows, with their numbers as readers see them."""
-    found = []
-    for row in rows:
-        numbers = {"s": fixed(row.get("seconds"), 1), "tokens/s": fixed(row.get("tokens_per_s"), 1)}
-        numbers |= {
-            "tau": fixed(row.get("tau"), 2),
-            "ms": fixed(row.get("ms"), 3),
-            "peak memory": size(row.get("peak_bytes")),
-        }
-        cells = {name: row.get(name, "") for name in COLUMNS} | numbers
-        found.append(
-            {name: "" if cell in (None, MISSING) else str(cell).replace("|", "/") for name, cell in cells.items()}
-        )
-    return table_of(found)
+def write_tables(out: Path, found: Sequence[Mapping], sizes: Sizes) -> None:
+    """Write what sections have found so far into the tables of docs/results/, in place of what these have measured."""
+    tables = {name: load_json(ROOT / f"docs/results/{name}.json") for name in ("gpu_card", "gpu_profile", "gpu_checks")}
+    rows = {row["what"]: cell_of(row) for section in found for row in section["rows"]}
+    for name in ("gpu_card", "gpu_profile"):
+        for row in tables[name]["rows"]:
+            row[-1] = rows.get(row[0], row[-1] if row[-1] == "not built" else "not measured")
+    checks, by_name = [], {section["section"]: section for section in found}
+    for name in SECTIONS:
+        one = by_name.get(name, {"result": "not run", "seconds": "", "note": "", "rows": []})
+        checks.append([name, one["result"], str(one["seconds"]), one["note"]])
+        told = [row for row in one["rows"] if name in CHECKS or row["result"] != "ok"]
+        checks += [["", row["result"], "", f"{row['what']}: {row['note']}"] for row in told]
+    tables["gpu_checks"]["rows"] = checks
+    card = f"{torch.cuda.get_device_name() if ON_GPU else 'CPU'} (CUDA {torch.version.cuda}, torch {torch.__version__})"
+    facts = {
+        "date": provenance()["date"][:10],
+        "machine": f"{'small sizes on ' * ('--tiny' in sizes.flags)}one {card}"
+        if found
+        else "not measured on any card",
+        "command": TYPED_COMMAND.get() if found else "python scripts/check_gpu.py",
+    }
+    for name, table in tables.items():
+        cells = [[cell.replace("|", "/").replace("\n", " ")[:400] for cell in row] for row in table["rows"]]
+        write_json(out / f"{name}.json", table | facts | {"rows": cells})
+
+
+def cell_of(row: Mapping) -> str:
+    """Return what a reader sees of a row."""
+    number = (
+        "" if row["value"] is None else f"{row['value']:,.{0 if row['value'] >= 1000 else 2}f} {row['unit']}".strip()
+    )
+    note = f" ({row['note']})" if number and row["note"] else row["note"]
+    return number + note if row["result"] == "ok" else f"{row['result']}: {row['note']}"
 
 
 if __name__ == "__main__":

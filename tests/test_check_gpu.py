@@ -1,10 +1,9 @@
-"""scripts/check_gpu.py: the whole at small sizes, sections that fail, and what is counted in a profile."""
+"""scripts/check_gpu.py: all of it at small sizes, sections that fail, and the tables that docs/gpu.md shows."""
 
 from __future__ import annotations
 
 import importlib
 import json
-import shutil
 import sys
 from pathlib import Path
 from types import SimpleNamespace
@@ -15,91 +14,103 @@ from torch.autograd import DeviceType
 
 from spectrain.methods.registry import method_names
 
-SCRIPT = Path(__file__).parent.parent / "scripts" / "check_gpu.py"
+ROOT = Path(__file__).parent.parent
 
 
 @pytest.fixture
 def script(monkeypatch):
-    monkeypatch.syspath_prepend(SCRIPT.parent)
+    monkeypatch.syspath_prepend(ROOT / "scripts")
     return importlib.import_module("check_gpu")
 
 
 @pytest.fixture
 def check(script, monkeypatch, tmp_path, capfd):
-    """Runs the command; returns its exit code, its sections by name, and its table."""
+    """Runs the command; returns its exit code, what was measured by its name, and the table of sections."""
 
-    def call(*arguments: str) -> tuple[int, dict, str]:
-        out = tmp_path / "out"
-        monkeypatch.setattr(sys, "argv", ["check_gpu.py", "--tiny", "--out", str(out), *arguments])
+    def call(*arguments: str) -> tuple[int, dict[str, str], list[list[str]]]:
+        monkeypatch.setattr(sys, "argv", ["check_gpu.py", "--out", str(tmp_path / "out"), *arguments])
         code = script.main()
-        found = json.loads((out / "check_gpu.json").read_text())
-        assert found["versions"].keys() >= {"torch", "transformers"}
-        return code, {s["section"]: s for s in found["sections"]}, (out / "check_gpu.md").read_text()
+        names = ("gpu_card", "gpu_profile", "gpu_checks")
+        card, kernels, sections = (json.loads((tmp_path / f"out/{name}.json").read_text())["rows"] for name in names)
+        return code, {row[0]: row[-1] for row in card + kernels}, sections
 
     return call
 
 
 @pytest.mark.slow
 @pytest.mark.shipped
-def test_what_needs_no_process_at_small_sizes(check, script, monkeypatch):
-    class Played:
-        """A section's process, which is this one: all is imported."""
-
-        def __init__(self, command: list[str], **options):
-            script.work(command[3], Path(command[4]), script.TINY)
-
-        def wait(self, limit_s: float) -> int:
-            return 0
-
-    monkeypatch.setattr(script, "subprocess", SimpleNamespace(Popen=Played, STDOUT=None, TimeoutExpired=None))
-    names = ["methods", "graphs", "speed", "profile", "compiled"]
-    code, sections, written = check("--sections", *names)
-    assert (code, list(sections)) == (0, names)
-    methods = {row["what"]: row for row in sections["methods"]["rows"]}
-    assert methods.keys() == {f"{name}, {dtype}" for name in method_names() for dtype in ("float32", "bfloat16")}
-    assert {row["note"] for what, row in methods.items() if "float32" in what} == {"3 of 3 texts as expected"}
-    assert all(row["tokens_per_s"] > 0 and row["peak_bytes"] > 0 for row in sections["speed"]["rows"])
-    assert len(sections["speed"]["rows"]) == 6
-    profiled = [row for row in sections["profile"]["rows"] if row["calls"]]
-    assert len(profiled) == 2 * 15
-    table = [line for line in written.splitlines() if line.startswith("|")]
-    assert len(table) == 2 + sum(1 + len(section["rows"]) for section in sections.values())
-    assert {line.count("|") for line in table} == {11}
+def test_all_sections_at_small_sizes(check, tmp_path):
+    questions, n = tmp_path / "questions.jsonl", len(method_names())
+    questions.write_text("".join(f'{{"question": "def f{i}(x): what is it?"}}\n' for i in range(6)))
+    code, measured, sections = check("--tiny", "--prompts", str(questions))
+    assert code == 0, (sections, (tmp_path / "out/check_gpu.log").read_text())
+    on_cpu = not torch.cuda.is_available()
+    results = {name: result for name, result, _, _ in sections if name}
+    assert results == dict.fromkeys(results, "ok") | ({"tests": "skipped"} if on_cpu else {})
+    notes = [note for name, _, _, note in sections if not name]
+    assert sum(f"{n} of {n} methods write the texts of plain decoding" in note for note in notes) >= 2
+    assert sum("20 steps, held-out loss " in note for note in notes) == 2
+    missing = {what for what, cell in measured.items() if cell in ("not measured", "not built")}
+    expected = {what for what in measured if "batch 32" in what or "8 bits" in what or "spire_sssd" in what}
+    of_cards = {"memory of graphs", "share of the peak FLOP/s in training", "products"}
+    assert missing <= expected | (of_cards if on_cpu else set())
+    assert measured["first answer of a process"].endswith(" s")
 
 
-@pytest.mark.slow
-def test_tests_and_a_training_are_processes(check):
-    code, sections, _ = check("--sections", "tests", "train_zero2")
-    assert code == 0, sections
-    assert " skipped in " in sections["tests"]["rows"][0]["note"] or torch.cuda.is_available()
-    assert "4 steps on 1 rank(s), held-out loss " in sections["train_zero2"]["rows"][0]["note"]
+def test_all_limits_together_are_six_minutes(script):
+    limits = {name: limit for name, (_, limit) in script.SECTIONS.items()}
+    side_by_side = max(limits.pop(name) for name in script.CHECKS)
+    assert side_by_side + sum(limits.values()) <= script.BUDGET_S == 360
 
 
-def test_a_section_that_fails_or_takes_too_long_is_a_line(check, script, monkeypatch, tmp_path):
-    monkeypatch.setitem(script.SECTIONS, "speed", (None, 0.1))
-    code, sections, table = check("--sections", "speed")
-    assert (code, sections["speed"]["result"], sections["speed"]["note"]) == (1, "failed", "not done after 0 s")
-    assert "| speed | the whole | failed |" in table
-    broken = tmp_path / "python"
-    broken.write_text("#!/bin/sh\necho warning\necho CUDA error: misaligned address\necho\nexit 3\n")
-    broken.chmod(0o755)
-    for executable, said in ((shutil.which("false"), "exit code 1"), (broken, "CUDA error: misaligned address")):
-        monkeypatch.setattr(sys, "executable", str(executable))
-        code, sections, _ = check("--sections", "graphs", "tests")
-        assert code == 1
-        assert [section["note"] for section in sections.values()] == [said] * 2
+def test_without_a_gpu_it_says_so(script, monkeypatch, capsys):
+    monkeypatch.setattr(script, "ON_GPU", False)
+    monkeypatch.setattr(sys, "argv", ["check_gpu.py"])
+    assert script.main() == 2
+    assert capsys.readouterr().err.startswith("error: there is no NVIDIA GPU here; --tiny runs all sections")
 
 
-def test_a_text_that_differs_fails_in_float32_alone(script):
-    compared, row = script.compared, script.Row("pld")
-    texts, other = [[1, 2, 3], [4, 5, 6]], [[1, 2, 3], [4, 7, 6]]
-    assert compared(row, texts, texts, exact=True).note == "2 of 2 texts as expected"
-    failed = compared(row, texts, other, exact=True)
-    assert (failed.result, failed.note) == ("failed", "text 1 differs from the expected one from token 1 on")
-    assert compared(row, texts, other, exact=False) == script.Row("pld", note="1 of 2 texts as expected")
+def test_a_section_that_fails_or_takes_too_long_costs_the_others_nothing(check, script, monkeypatch, tmp_path):
+    def wrote(what: str, value: float | None, note: str = "") -> str:
+        return json.dumps({"what": what, "value": value, "unit": "ms", "result": "ok", "note": note})
+
+    lines = {
+        "ddp": f"echo '{wrote('trainer=ddp', None, '20 | steps')}' > ddp.jsonl",
+        "zero2": "echo warning; echo CUDA error: misaligned address; echo; exit 3",
+        "step": f"echo '{wrote('forward of 1 node', 1.044)}' > step.jsonl; sleep 99 & echo $! > {tmp_path}/child; wait",
+        "peer": "exit 1",
+    }
+    python, written, write = tmp_path / "python", [], script.write_tables
+    cases = "".join(f"{name}) {line} ;;\n" for name, line in lines.items())
+    python.write_text(f"#!/bin/sh\ncase $3 in\n{cases}esac\n")
+    python.chmod(0o755)
+    monkeypatch.setattr(sys, "executable", str(python))
+    monkeypatch.setattr(script, "ON_GPU", True)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "NVIDIA H100")
+    monkeypatch.setattr(script, "SECTIONS", dict.fromkeys(script.SECTIONS, (None, 1)))
+    monkeypatch.setattr(script, "BUDGET_S", 4)
+    monkeypatch.setattr(script, "write_tables", lambda *all: written.append(len(all[1])) or write(*all))
+    code, measured, sections = check("--sections", *lines)
+    assert (code, written) == (1, [0, 1, 2, 3, 4])  # after each section
+    assert (measured["forward of 1 node"], measured["forward of 16 nodes"]) == ("1.04 ms", "not measured")
+    told = {name: (result, note) for name, result, _, note in sections if name}
+    assert (told["ddp"], told["peer"], told["tests"]) == (("ok", ""), ("failed", "exit code 1"), ("not run", ""))
+    assert told["zero2"] == ("failed", "CUDA error: misaligned address")
+    assert told["step"][0] == "failed"
+    assert told["step"][1].startswith("not done after ")
+    assert ["", "ok", "", "trainer=ddp: 20 / steps"] in sections
+    child = Path("/proc", (tmp_path / "child").read_text().strip(), "cmdline")
+    assert not child.exists() or not child.read_bytes()  # what a section has started is ended, too
+    monkeypatch.syspath_prepend(ROOT / "docs/results")
+    tables = importlib.import_module("tables")
+    monkeypatch.setattr(tables, "FOLDER", tmp_path / "out")
+    page = tables.generated("<!-- table: gpu_card -->\n<!-- end -->\n<!-- table: gpu_checks -->\n<!-- end -->\n")
+    assert "| forward of 1 node | 1.84 ms | 0.74 ms | ≤ 1.05 ms | step | 1.04 ms |\n" in page
+    assert ", one NVIDIA H100 (CUDA" in page
+    assert "| zero2 | failed | " in page
 
 
-def test_launches_waits_and_copies_are_counted_and_kernels_listed(script):
+def test_launches_waits_and_copies_are_counted_and_kernels_sorted_by_kind(script):
     def event(key: str, count: int, cpu_us: float = 0, gpu_us: float = 0) -> SimpleNamespace:
         kind = DeviceType.CUDA if gpu_us else DeviceType.CPU
         times = {"self_cpu_time_total": cpu_us, "self_device_time_total": gpu_us}
@@ -108,12 +119,14 @@ def test_launches_waits_and_copies_are_counted_and_kernels_listed(script):
     operators = [event("aten::mm", 4, cpu_us=50), event("aten::add", 6, cpu_us=90)]
     runtime = [event("cudaLaunchKernel", 7), event("cuLaunchKernelEx", 2), event("cudaGraphLaunch", 1)]
     runtime += [event("cudaStreamSynchronize", 3), event("cudaDeviceSynchronize", 1), event("cudaMemcpyAsync", 5)]
-    kernels = [event("gemm<1 | 2>" + "x" * 90, 4, gpu_us=500), event("Memcpy DtoH (Device -> Pageable)", 3, gpu_us=2)]
-    first, *others = script.profile_rows("pld", operators + runtime + kernels)
+    names = {"nvjet_tst_64x8": 600, "_few": 500, "flash_fwd_splitkv_kernel": 90, "_combine": 20, "_add_norm": 30}
+    names |= {"_rotate": 10, "reduce_kernel<ArgMaxOps>": 5, "_gate": 4, "Memcpy DtoH (Device -> Pageable)": 2, "x": 1}
+    kernels = [event(name, 3, gpu_us=us) for name, us in names.items()]
+    first, *others = script.profile_rows(operators + runtime + kernels)
     assert first.note == (
-        "9 kernels and 1 graphs launched, 4 waits for the GPU (the profiler's own included), 3 copies to the host, "
-        "0 to the GPU, 10 calls of operators"
+        "9 kernels launched, 1 graphs launched, 4 waits (the profiler's own included), 3 copies to the host"
     )
-    assert [(row.what[:9], row.ms, row.calls) for row in others] == [("pld: gemm", 0.5, 4), ("pld: Memc", 0.002, 3)]
-    on_cpu = list(script.profile_rows("pld", operators))[1:]
-    assert [row.what for row in on_cpu] == ["pld: aten::add", "pld: aten::mm"]
+    ms = {row.what: row.value for row in others}
+    assert ms == pytest.approx(dict(zip(script.KERNELS, (0.11, 0.03, 1.1, 0.01, 0.005, 0.006, 0.001), strict=True)))
+    assert others[2].note == "6 calls, the most of it in nvjet_tst_64x8"
+    assert [row.what for row in script.profile_rows(operators)][1:] == ["products", "others"]

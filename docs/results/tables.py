@@ -1,4 +1,4 @@
-"""Write the tables of docs/benchmarks.md and docs/evidence.md anew from the JSON files of this folder.
+"""Write the tables of docs/benchmarks.md, docs/evidence.md and docs/gpu.md anew from the JSON files of this folder.
 
     python docs/results/tables.py
 
@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 FOLDER = Path(__file__).parent
-PAGES = [FOLDER.parent / name for name in ("benchmarks.md", "evidence.md")]
+PAGES = [FOLDER.parent / name for name in ("benchmarks.md", "evidence.md", "gpu.md")]
 COLUMNS = {
     "claim": "claim of the paper",
     "lab_8l": "ours on lab-8l",
