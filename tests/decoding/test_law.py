@@ -243,7 +243,7 @@ def test_noise_that_is_not_exponential_fails_the_same_test(monkeypatch):
     assert p_value(DRAFTERS["spire_tree"](), SHARED) < ALPHA
 
 
-def redraws_the_bonus(tree, logits, sampling, uniforms, verification, best, graphs) -> Verified:
+def redraws_the_bonus(tree, logits, sampling, uniforms, verification, *_) -> Verified:
     """Draws the bonus anew from p: not from the residual of a chain, and not the token that left a deterministic tree
     (as REST's reference does)."""
     verified = verify(tree, logits, sampling, uniforms, verification)
@@ -251,7 +251,7 @@ def redraws_the_bonus(tree, logits, sampling, uniforms, verification, best, grap
     return Verified(verified.path, verified.accepted, torch.multinomial(p_last, 1)[:, 0])
 
 
-def accepts_too_readily(tree, logits, sampling, uniforms, verification, best, graphs) -> Verified:
+def accepts_too_readily(tree, logits, sampling, uniforms, verification, *_) -> Verified:
     halved = None if tree.probs is None else tree.probs / 2
     return verify(dataclasses.replace(tree, probs=halved), logits, sampling, uniforms, verification)
 
