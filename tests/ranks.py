@@ -59,7 +59,7 @@ def run(
     """One command; its exit code."""
     callbacks, leave_ranks, argv, fit_tokens = fitting.callbacks, cli.leave_ranks, sys.argv, spire.FIT_TOKENS
     spire.FIT_TOKENS = FIT_TOKENS
-    fitting.callbacks = lambda cfg, run: [Watch(run.path, interrupt, poison), *callbacks(cfg, run)]
+    fitting.callbacks = lambda cfg, run, peak: [Watch(run.path, interrupt, poison), *callbacks(cfg, run, peak)]
     cli.leave_ranks = lambda: None  # DeepSpeed keeps its groups for the life of a process
     sys.argv = [command, *arguments]
     try:

@@ -108,9 +108,8 @@ class ChainDrafter(CountingDrafter):
                 if stop is not None:
                     if i or not is_first:
                         rule, ended = stop.read(tuple(rule), drafted, state)
-                        going = going if ended is None else going & ~ended
-                    ended = stop.before(drafted, logits)
-                    going = going if ended is None else going & ~ended
+                        going = _but(going, ended)
+                    going = _but(going, stop.before(drafted, logits))
                 token, q = sampling.draw(logits, None if numbers is None else numbers[:, i])
                 found.append(token)
                 probs += [q] if has_probs else []
@@ -118,8 +117,7 @@ class ChainDrafter(CountingDrafter):
                 if stop is not None:
                     drafted = drafted + going
                     going = going & (drafted < room) & ~(tokens == ends).any(1)
-                    ended = stop.drawn(tuple(rule), drafted)
-                    going = going if ended is None else going & ~ended
+                    going = _but(going, stop.drawn(tuple(rule), drafted))
             after = [] if stop is None else [tokens, positions, state, going, drafted, *rule]
             return [torch.stack(found, dim=1), *probs, *after]
 
@@ -295,6 +293,10 @@ def _cut(
             if probs is not None:
                 probs = probs[:, : width + 1] if isinstance(probs, Tensor) else probs[:width]
     return DraftTree.chain(context.roots, tokens, lengths, probs)
+
+
+def _but(going: Tensor, ended: Tensor | None) -> Tensor:
+    return going if ended is None else going & ~ended
 
 
 def _without(drafting: list[bool], stopped: Tensor | list[bool] | None) -> list[bool]:
