@@ -20,7 +20,7 @@ BUSY_PART = 8  # a batch keeps the device busy from 1 / 8 of the budget on
 
 @dataclass(frozen=True)
 class Nodes:
-    """What nodes of trees attend to, where attention reads each row's own slots only: no mask over all slots."""
+    """Which slots the nodes of trees see, in place of a mask: for attention that reads only the slots of each row."""
 
     lengths: Tensor  # [B] int64, committed tokens of each row, which all of its nodes see
     seen: Tensor  # [B, N, W] bool, which of the next W slots each node sees; of a tree its ancestors

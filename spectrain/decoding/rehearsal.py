@@ -82,11 +82,11 @@ class _Rehearsal(Drafter):
     """Proposes in one way, and learns nothing."""
 
     def __init__(self, inner: Drafter, way: Callable[[Context], DraftTree]) -> None:
-        self.inner, self.propose = inner, way
+        self.inner, self.way = inner, way
         self.capture_layers = inner.capture_layers
 
     def propose(self, context: Context) -> DraftTree:
-        raise NotImplementedError
+        return self.way(context)
 
     def read_of_prompts(self, lengths: Tensor) -> Tensor | None:
         return self.inner.read_of_prompts(lengths)

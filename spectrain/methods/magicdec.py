@@ -87,7 +87,7 @@ class MagicDec(ChainDrafter):
         def read(i: int, tokens: Tensor, positions: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
             roots = positions - i
             if i == 0:
-                self._copy_view(roots, n_view, turns=self.positions == "cache")
+                self._copy_view(roots, n_view, turns=True)
             at = None if self.positions == "cache" else positions[:, None].clamp_max(self.reader.max_positions - 1)
             logits, _, _ = self.reader.score_at(roots.clamp_max(most) + i, tokens, self.cache, used, at)
             return logits[:, 0], state
@@ -108,7 +108,7 @@ class MagicDec(ChainDrafter):
     def _copy_view(self, lengths: Tensor, n_view: int, turns: bool) -> None:
         """Fill the sparse cache with sink and window of rows of lengths [n]; a shorter row gives all its tokens.
 
-        The view has at most `n_view` tokens. It `turns` where a row is longer, and is numbered anew.
+        The view has at most `n_view` tokens. It `turns` where a row may be longer and positions are those of the cache.
         """
         left_out = (lengths - self.sink_tokens - self.window_tokens).clamp_min(0)[:, None]
         view = torch.arange(n_view, device=lengths.device).expand(len(lengths), -1)
