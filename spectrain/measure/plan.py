@@ -125,8 +125,9 @@ class Outline:
         run = RunFolder(Path(), config, "plan")
         if not run.experiment_type.drafts:
             raise UserError("plan=true predicts what drafters take (+exp=spire, +exp=vanilla); leave it out")
+        target = meta_target(config["target"])  # which a package may first have to write, with numbers
         with torch.device("meta"):
-            experiment = run.experiment(lambda: meta_target(config["target"]))
+            experiment = run.experiment(lambda: target)
             module = experiment.blank().to("meta")
         if config["trainer"]["activation_checkpointing"]:
             module.recompute_activations()

@@ -100,6 +100,13 @@ def test_the_peak_in_tokens_per_second_is_that_of_all_ranks(tiny):
     assert peak_tokens_per_s(again) == peak_tokens_per_s(config)  # what is computed again is not counted
 
 
+def test_a_target_that_is_made_at_first_use_is_made_with_numbers(tiny, monkeypatch):
+    asked = []
+    monkeypatch.setattr("spectrain.measure.cost.target_path", lambda name: asked.append(torch.ones(1)) or name)
+    Outline.of(config_of("+exp=spire", f"target.path={tiny}", "data.row_tokens=32", "window_tokens=8"))
+    assert [one.is_meta for one in asked] == [False]
+
+
 def test_bytes_of_a_rank_are_those_of_the_arithmetic(tiny):
     options = "+exp=spire", f"target.path={tiny}", "data.row_tokens=32", "window_tokens=8", "trainer.devices=2"
     config = config_of(*options, "trainer.accelerator=cpu")
