@@ -16,6 +16,7 @@ from pathlib import Path
 
 import numpy as np
 from lightning.pytorch.utilities import rank_zero_only
+from torch import Tensor
 
 from spectrain.config import training as config_training
 from spectrain.config.commands import Corpus
@@ -43,6 +44,7 @@ log = logging.getLogger(__name__)
 
 SMALL_SHARE = 0.2  # of a small corpus, that is held out
 CONTEXTS = 1024  # held-out rows of a store that are kept at hand for tau
+LEAST_CONTEXTS = 16  # with fewer, an interval says nothing
 
 
 class Online(config_training.Online):
@@ -70,7 +72,7 @@ class Online(config_training.Online):
         if changed:
             log.warning("the corpus is small: %s", ", ".join(f"{name}={value}" for name, value in changed.items()))
         held_out = rows.held_out.tokens
-        contexts = held_out[self.val_rows :][:CONTEXTS].tolist() or held_out[:CONTEXTS].tolist()  # for tau
+        contexts = for_tau(held_out, self.val_rows).tolist()
         train, seen = (TokenRows(**vars(packed)) for packed in (rows.train, rows.held_out[: self.val_rows]))
         facts = {"contexts": contexts, "digest": rows.digest, "changed": changed}
         return RowData(train, seen, self.batch_size, config["seed"], **facts)
@@ -170,15 +172,20 @@ def head_sampling(config: Mapping, store: ResponseStore | AcceptanceStore) -> Sa
     return Sampling.from_options({**store.manifest.sampling, **(config.get("sampling") or {})})
 
 
+def for_tau(held_out: Tensor | np.ndarray, val_rows: int) -> Tensor | np.ndarray:
+    """Return the held-out rows to measure tau on: those that `val_rows` validation rows leave, or all if too few."""
+    unseen = held_out[val_rows:]
+    return (unseen if len(unseen) >= LEAST_CONTEXTS else held_out)[:CONTEXTS]
+
+
 def feature_data(rows: FeatureRows, batch_size: int, seed: int, val_rows: int, context_tokens: int) -> RowData:
     """All rows of a store, for training and for validations of `val_rows` held-out rows.
 
-    Contexts are held-out rows that validation does not see, where there are any; none if rows are too short for them.
+    There are no contexts if rows are too short for them.
     """
     store, learns = rows.store, rows.have_loss()
     held_out = np.flatnonzero(store.held_out & learns)
-    unseen = held_out[val_rows:] if len(held_out) > val_rows else held_out
-    chosen = unseen[:CONTEXTS] if store.row_tokens >= context_tokens else []
+    chosen = for_tau(held_out, val_rows) if store.row_tokens >= context_tokens else []
     contexts = [store.tokens(int(number)).tolist() for number in chosen]
     train, seen = (
         replace(rows, numbers=one) for one in (np.flatnonzero(~store.held_out & learns), held_out[:val_rows])

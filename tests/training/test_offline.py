@@ -235,9 +235,10 @@ def test_the_loader_counts_what_was_given_not_what_was_read():
     assert again.state_dict() == {"epoch": 1, "given": 10}
 
 
-def test_contexts_are_rows_that_validation_does_not_see(tmp_path):
+def test_contexts_are_rows_that_validation_does_not_see_unless_these_are_too_few(tmp_path, monkeypatch):
+    monkeypatch.setattr("spectrain.training.sources.LEAST_CONTEXTS", 2)
     target = TargetModel(tiny_model("llama"))
     rows = all_rows(captured_store(tmp_path / "store", target, "32-true"))
-    for val_rows, context_tokens, expected in ((1, 16, [12, 13]), (3, 8, [11, 12, 13]), (1, 17, [])):
+    for val_rows, context_tokens, expected in ((1, 16, [12, 13]), (2, 8, [11, 12, 13]), (1, 17, [])):
         data = feature_data(rows, 2, 0, val_rows, context_tokens)
         assert data.contexts == [rows.store.tokens(row).tolist() for row in expected]
