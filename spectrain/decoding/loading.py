@@ -23,6 +23,7 @@ from transformers import (
 from transformers.distributed import DistributedConfig
 from transformers.utils.logging import set_tqdm_hook
 
+from spectrain.decoding.fingerprint import fingerprint
 from spectrain.decoding.lean import why_not_lean
 from spectrain.decoding.modules import check_layers
 from spectrain.decoding.sharded import TensorGroup, sharded_class, tensor_group
@@ -85,7 +86,10 @@ def load_target(
             )
     group = tensor_group(tp, device) if parallel == "tp" else None
     options = {"dtype": DTYPES[dtype]} | ({"device_map": "auto"} if parallel == "device_map" else {})
-    model = _load_model(name, called, config, options, group)
+    if group is None:
+        model = _load_model(name, called, config, options)
+    else:
+        model = _load_share(name, called, config, options, group)
     try:
         tokenizer = read_tokenizer(name)
     except Exception as error:
@@ -98,6 +102,8 @@ def load_target(
         shorten(model)
     options = {"engine": engine, "dtype": DTYPES[dtype], "graphs": graphs, "compile": compile, "group": group}
     target = TargetModel(model, tokenizer, capture_layers, **options)
+    if group is not None:  # its ranks put it together once, so that later any of them may ask alone
+        fingerprint(model, None)
     if not _is_causal(target):
         raise UserError(f"{called} {NOT_CAUSAL}")
     return target
@@ -122,14 +128,24 @@ def check_card(config: PretrainedConfig, called: str, dtype: str, free_bytes: in
         )
 
 
+def _load_share(
+    name: str, called: str, config: PretrainedConfig, options: Mapping[str, object], group: TensorGroup
+) -> nn.Module:
+    """Load this rank's share of a model. What one rank cannot read, all ranks of its group refuse."""
+    kind, model, refusal = sharded_class(config, called, group), None, None
+    options = {**options, "distributed_config": DistributedConfig(tp_size=group.size)}
+    try:
+        model = _load_model(name, called, config, options, kind)
+    except UserError as error:
+        refusal = error
+    group.check(refusal)
+    return model
+
+
 def _load_model(
-    name: str, called: str, config: PretrainedConfig, options: Mapping[str, object], group: TensorGroup | None = None
+    name: str, called: str, config: PretrainedConfig, options: Mapping[str, object], kind: type = AutoModelForCausalLM
 ) -> nn.Module:
     """Load a model that has every weight of its config. `called`: its name in messages."""
-    kind = AutoModelForCausalLM
-    if group is not None:
-        kind = sharded_class(config, called, group)
-        options = {**options, "distributed_config": DistributedConfig(tp_size=group.size)}
     reported = {"output_loading_info": True, "ignore_mismatched_sizes": True}  # refused below, by name
     options = {"config": config, **options, **reported}  # with torch's attention where the model can have it
     try:

@@ -24,7 +24,7 @@ from transformers import PretrainedConfig, PreTrainedModel
 from transformers.distributed.tensor_parallel import apply_tensor_parallelism
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
-from spectrain.errors import AllRanksError
+from spectrain.errors import AllRanksError, UserError
 
 DIVIDED = ("num_attention_heads", "num_key_value_heads", "intermediate_size")  # of a config
 
@@ -57,6 +57,13 @@ class TensorGroup:
         box = [value]
         dist.broadcast_object_list(box, group=self.mesh.get_group(), group_src=0)
         return box[0]
+
+    def check(self, error: UserError | None) -> None:
+        """Raise the error of the first rank that has one, on all ranks of the group. All of them call this."""
+        found = [None] * self.size
+        dist.all_gather_object(found, error and str(error), self.mesh.get_group())
+        if said := next(filter(None, found), None):
+            raise AllRanksError(said) from error
 
     def gathered(self, *tensors: Tensor | None) -> list[list[Tensor | None]]:
         """Return the tensors of each rank of the group, on this rank's device. All of its ranks call this."""

