@@ -3,8 +3,9 @@
     torchrun --nproc-per-node 2 scripts/bench_sharded.py --out docs/results/sharded.json
 
 Loads a Llama of 1.2 billion random weights in bfloat16, or `--target`, and reports for each rank the weights that it
-keeps and the most memory that it had meanwhile, beside what it had before. Memory is what the process alone holds:
-pages of a file that are mapped and can be dropped at any time are given apart. On GPUs the device's peak is given too.
+keeps and the most memory that was added meanwhile: what the process alone holds, and pages of mapped files, which ranks
+of a machine share and the system can drop. On a CPU weights whose slice is whole rows stay there. On GPUs the device's
+peak is given, too.
 """
 
 from __future__ import annotations
@@ -35,12 +36,12 @@ class Peak(threading.Thread):
 
     def __init__(self) -> None:
         super().__init__(daemon=True)
-        self.stopped, self.before, self.own, self.mapped = threading.Event(), _memory()[0], 0, 0
+        self.stopped, self.before, self.own, self.mapped = threading.Event(), _memory(), 0, 0
 
     def run(self) -> None:
         while not self.stopped.wait(EVERY_S):
             own, mapped = _memory()
-            self.own, self.mapped = max(self.own, own), max(self.mapped, mapped)
+            self.own, self.mapped = max(self.own, own - self.before[0]), max(self.mapped, mapped - self.before[1])
 
 
 def _memory() -> tuple[int, int]:
@@ -97,9 +98,8 @@ def measured(folder: str, tp: int | None) -> dict[str, float]:
     found = {
         "share of the weights": round(own / sum(one.nbytes for one in weights), 4),
         "MiB kept": round(own / 2**20, 1),
-        "MiB at the peak": round((peak.own - peak.before) / 2**10, 1),
-        "MiB of mapped pages at the peak": round(peak.mapped / 2**10, 1),
-        "peak by what is kept": round((peak.own - peak.before) * 2**10 / own, 3),
+        "MiB of its own at the peak": round(peak.own / 2**10, 1),  # without weights that stay where the file is mapped
+        "MiB of mapped files at the peak": round(peak.mapped / 2**10, 1),  # which ranks of a machine share
     }
     if target.device.type == "cuda":
         found["device MiB at the peak"] = round(torch.cuda.max_memory_allocated() / 2**20, 1)
