@@ -21,7 +21,7 @@ from pathlib import Path
 from rich.filesize import decimal
 
 from data_prep.capture import ShardParts
-from data_prep.pipeline import Build, decided, hashed_config, launch, rank_device, store_path
+from data_prep.pipeline import Build, decided, group_size, hashed_config, launch, rank_device, store_path
 from data_prep.progress import show_facts, speed, target_override
 from spectrain.cli import interruptible, open_target
 from spectrain.config import plain
@@ -51,9 +51,7 @@ def main(options: Activations) -> None:
             packed, target, options.precision, options.dtype, options.batch_tokens, options.shard_tokens, facts
         )
         out = store_path(options.out, "activations", parts.identity)
-        build = Build(
-            fabric, "activations", out, parts.identity, options.fresh, ranks_share=options.target.parallel != "tp"
-        )
+        build = Build(fabric, "activations", out, parts.identity, options.fresh, group_size(fabric, options.target))
         tokens_per_s = build.run(lambda: parts)
     if fabric.is_global_zero:
         show(out, tokens_per_s)

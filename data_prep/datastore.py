@@ -22,7 +22,7 @@ from pathlib import Path
 from rich.filesize import decimal
 
 from data_prep.documents import DocumentParts
-from data_prep.pipeline import Build, hashed_config, launch, rank_device, store_path
+from data_prep.pipeline import Build, group_size, hashed_config, launch, rank_device, store_path
 from data_prep.progress import show_facts, target_override
 from data_prep.select import Scoring, Selection
 from spectrain.cli import interruptible, open_target
@@ -60,11 +60,11 @@ def main(options: Datastore) -> None:
     out = store_path(options.out, "datastore", scored_config)
     with interruptible("to resume"):
         fabric = launch(options.target.device, options.target.parallel)
-        build = Build(fabric, "datastore", out, config, options.fresh, options.target.parallel != "tp")
+        build = Build(fabric, "datastore", out, config, options.fresh, group_size(fabric, options.target))
         is_built = (out / MANIFEST).is_file() and not options.fresh
         if not (is_built and options.calibrate):  # a finished store is only calibrated
             build.run(partial(documents, options, build, selection, scored_config))
-        if options.calibrate is not None and fabric.is_global_zero:
+        if options.calibrate is not None and fabric.global_rank < build.group_size:
             calibrate_store(out, open_target(options.target, rank_device(fabric)), options.calibrate)
     if fabric.is_global_zero:
         made = DATASTORES.read_manifest(out)
@@ -124,7 +124,8 @@ def calibrate_store(folder: Path, target: TargetModel, answers: str) -> None:
     if not texts:
         raise UserError(f"calibrate={answers} gives no response of two tokens or more; give more prompts")
     factors = calibrate(texts, method.retrievers[0], method.options.max_prefix, method.branch_tokens)
-    log.info("calibrated on %d texts: %s", len(texts), write_calibration(folder, factors))
+    if target.leads:
+        log.info("calibrated on %d texts: %s", len(texts), write_calibration(folder, factors))
 
 
 def answered(target: TargetModel, file: str) -> Iterator[tuple[list[int], list[int]]]:

@@ -33,6 +33,7 @@ from lightning.fabric.strategies import DDPStrategy
 from rich.filesize import decimal
 
 from data_prep.progress import Advance, token_progress
+from spectrain.config import Target
 from spectrain.errors import UserError
 from spectrain.stores.files import free_bytes, json_line, parse_json, read_json, real_path, rename, to_disk, write_json
 from spectrain.stores.folder import MANIFEST, digest, kind_of, locked
@@ -43,7 +44,7 @@ log = logging.getLogger(__name__)
 WORK, STORE, REPLACED = "work.json", "store", "replaced"
 DISK_MARGIN = 1.1  # of the estimated need
 OTHER_OUT = ", or give another out"
-NOT_HASHED_OF_TARGET = ("device", "engine", "parallel")  # they change nothing but rounding
+NOT_HASHED_OF_TARGET = ("device", "engine", "parallel", "tp")  # they change nothing but rounding
 WAIT = datetime.timedelta(days=30)  # ranks wait for each other, for example while rank zero reads a whole corpus
 
 T = TypeVar("T")
@@ -67,6 +68,11 @@ def launch(device: str, parallel: str) -> Fabric:
     if not fabric.is_global_zero:
         logging.getLogger().setLevel(logging.WARNING)
     return fabric
+
+
+def group_size(fabric: Fabric, target: Target) -> int:
+    """Return how many ranks hold one target together, by a command's options."""
+    return (target.tp or fabric.world_size) if target.parallel == "tp" else 1
 
 
 def rank_device(fabric: Fabric) -> str | None:
@@ -155,7 +161,7 @@ class Build:
     out: Path
     config: dict  # what the store depends on, as far as it is known before the work begins
     fresh: bool = False  # replace a finished store; throw away a build that was begun without this option
-    ranks_share: bool = True  # False: all ranks hold one target together and work on the same parts
+    group_size: int = 1  # ranks that hold one target together and work on the same parts
 
     @property
     def work(self) -> Path:
@@ -168,8 +174,8 @@ class Build:
 
     @property
     def writes(self) -> bool:
-        """Whether this rank writes its parts; where all ranks make the same ones, rank zero does."""
-        return self.ranks_share or self.fabric.is_global_zero
+        """Whether this rank writes its parts; where several ranks make the same ones, the first of them does."""
+        return self.fabric.global_rank % self.group_size == 0
 
     def run(self, load: Callable[[], Parts]) -> float | None:
         """Build the store, all ranks together; `load` opens what its parts are made with.
@@ -185,7 +191,8 @@ class Build:
             decided(fabric, partial(self._open, held))
             parts = load()
             todo = decided(fabric, partial(self._begin, parts))
-            mine = todo[fabric.global_rank :: fabric.world_size] if self.ranks_share else todo
+            group, n_groups = fabric.global_rank // self.group_size, fabric.world_size // self.group_size
+            mine = todo[group::n_groups]
             n_units = sum(int(parts.sizes[index]) for index in mine)
             start_s = time.monotonic()
             with token_progress(parts.stage, n_units, bool(mine) and fabric.is_global_zero) as advance:

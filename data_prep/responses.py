@@ -23,7 +23,7 @@ from functools import partial
 from pathlib import Path
 
 from data_prep.answers import Answering, PromptParts, answer_in_loop, read_questions
-from data_prep.pipeline import Build, decided, hashed_config, launch, rank_device, store_path
+from data_prep.pipeline import Build, decided, group_size, hashed_config, launch, rank_device, store_path
 from data_prep.progress import show_facts, speed, target_override
 from data_prep.server import CompletionServer
 from spectrain.cli import interruptible, open_target
@@ -67,7 +67,7 @@ def main(options: Responses) -> None:
         )
     with interruptible("to resume"):
         fabric = launch(options.target.device, options.target.parallel)
-        build = Build(fabric, "responses", out, config, options.fresh, ranks_share=options.target.parallel != "tp")
+        build = Build(fabric, "responses", out, config, options.fresh, group_size(fabric, options.target))
         tokens_per_s = build.run(partial(prompt_parts, options, build, questions, answering))
     if fabric.is_global_zero:
         show(out, tokens_per_s)

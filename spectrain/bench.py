@@ -74,7 +74,7 @@ def measure(
     options: Bench, run: RunFolder, sampling: Sampling, methods: Mapping[str, DictConfig], asked: Sequence[Question]
 ) -> None:
     """Measure the questions that `run` lacks, and write and show its results."""
-    target = open_target(options.target)
+    target = open_target(options.target, all_ranks=True)
     prompt_ids = partial(question_ids, target.tokenizer, chat=options.chat)
     prompt_ids(asked[0], [])  # a wrong chat= is refused before anything is measured
     drafters, skipped = registry.build_methods(options, methods, target, sampling)
@@ -109,6 +109,8 @@ def measure(
                 }
     if not any(measured[registry.BASELINE]["questions"] for measured in by_batch.values()):
         raise UserError(f"no question was answered ({rows[0].error}); see {run.path}/questions.jsonl")
+    if not target.leads:
+        return
     results = known | {
         "methods": next(iter(by_batch.values())),
         "by_batch": by_batch if len(by_batch) > 1 else None,

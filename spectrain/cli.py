@@ -369,15 +369,23 @@ def settle_dtype(options: object) -> None:
         target.dtype = dtype_of(vars(target), torch.cuda.is_available())
 
 
-def open_target(chosen: config.Target, device: str | None = None) -> TargetModel:
-    """Load the target of a command's options, on `device` where given."""
+def open_target(chosen: config.Target, device: str | None = None, all_ranks: bool = False) -> TargetModel:
+    """Load the target of a command's options, on `device` where given.
+
+    Raise UserError with `all_ranks` if not all ranks hold it together, because each works on the same texts.
+    """
     from spectrain.decoding import load_target  # here: this module imports no torch
     from spectrain.decoding.weights import is_emulated
     from spectrain.models.packages import target_path
 
     path, device = target_path(chosen.path), device or chosen.device
-    options = {"engine": chosen.engine, "graphs": chosen.graphs, "compile": chosen.compile}
+    options = {"engine": chosen.engine, "graphs": chosen.graphs, "compile": chosen.compile, "tp": chosen.tp}
     target = load_target(path, chosen.dtype, device, chosen.parallel, **options)
+    if all_ranks and (n_ranks := int(os.environ.get("WORLD_SIZE", 1))) > (target.group.size if target.group else 1):
+        raise AllRanksError(
+            f"{n_ranks} ranks would each do the same here; start one process, or give target.parallel=tp and leave "
+            "target.tp out"
+        )
     if target.device.type == "cpu" and is_emulated(target.dtype) and rank() == 0:
         log.warning("this processor computes %s slowly; target.dtype=float32 is faster here", chosen.dtype)
     return target

@@ -45,7 +45,7 @@ def main(options: Generate) -> None:
     if not options.prompt.strip():
         raise UserError('prompt is empty; give prompt="some text"')
     sampling = Sampling(**vars(options.sampling))
-    target = open_target(options.target)
+    target = open_target(options.target, all_ranks=True)
     drafter = build_configured(options, target, sampling)
     decode = partial(
         stream,
@@ -57,7 +57,10 @@ def main(options: Generate) -> None:
         verification=options.verification,
         stop_strings=tuple(options.stop_strings),
     )
-    console, pieces = Console(highlight=False, soft_wrap=True), Pieces(target.tokenizer, target.eos_ids)
+    console, pieces = (
+        Console(highlight=False, soft_wrap=True, quiet=not target.leads),
+        Pieces(target.tokenizer, target.eos_ids),
+    )
     steps = decode(drafter)
     first = next(steps)  # before anything is printed: a prompt that is refused is one sentence
     is_chat = options.chat is not False and target.tokenizer.chat_template is not None

@@ -87,8 +87,11 @@ def train(options: Train, run: RunFolder) -> None:
     measurement = Measurement(options, experiment, parts) if experiment.drafts else None
     peak = peak_tokens_per_s(run.config) if experiment.drafts else None
     trainer = fit(run, parts, steps_of(run, experiment, parts), in_multirun(), peak)
-    if not trainer.is_global_zero:
+    group = experiment.target and experiment.target.group
+    if trainer.global_rank >= (group.size if group else 1):
         return
+    if group:
+        group.agreed(None)  # rank zero has written the weights
     best, weights, steps = run.best.read(), run.best.weights(), trainer.global_step
     metrics = final_metrics(trainer) if best.step == steps else run.metrics_at(best.step)
     lengths = getattr(parts.data.train, "lengths", None)  # of stored rows
@@ -96,6 +99,9 @@ def train(options: Train, run: RunFolder) -> None:
     result |= {"selected": best.facts(), "metrics": metrics}
     if measurement:
         result |= measurement.of(weights)
+    if not trainer.is_global_zero:
+        return
+    if measurement:
         show([tau_table(result), speed_table(result)], columns=100)
         if line := expected_and_measured(metrics, result["tau"][measurement.method]):
             Console().print(line, highlight=False)

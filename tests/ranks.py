@@ -2,11 +2,11 @@
 
     torchrun --nproc-per-node 2 -m tests.ranks jobs.json
 
-A job is `{"command": ..., "arguments": [...], "interrupt": step, "poison": step}`; without a command it is
-`spectrain.train`. Rank zero is interrupted at one step, rank one gets a weight that is NaN at the other. A training
-leaves in its `run_dir`, for every rank, the rows that it was given (`numbers-<rank>.jsonl`: [step, numbers]) and, at
-the end of the fit, the weights put together from all ranks (`whole.safetensors`). What a command said goes to the
-terminal, its exit code to `codes.json`.
+A job is `{"command": ..., "arguments": [...], "interrupt": step, "poison": step, "rounds": true}`; without a command it
+is `spectrain.train`. Rank zero is interrupted at one step, rank one gets a weight that is NaN at the other. If `rounds`
+is false, the target's states are not rounded to bfloat16. A training leaves in its `run_dir`, for every rank, the rows
+that it was given (`numbers-<rank>.jsonl`: [step, numbers]) and, at the end of the fit, the weights put together from
+all ranks (`whole.safetensors`). What a command said goes to the terminal, its exit code to `codes.json`.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ import signal
 import sys
 from pathlib import Path
 
+import torch
 from lightning import Callback
 from safetensors.torch import save_file
 
@@ -54,11 +55,15 @@ class Watch(Callback):
 
 
 def run(
-    arguments: list[str], interrupt: int | None = None, poison: int | None = None, command: str = "spectrain.train"
+    arguments: list[str],
+    interrupt: int | None = None,
+    poison: int | None = None,
+    rounds: bool = True,
+    command: str = "spectrain.train",
 ) -> int:
     """One command; its exit code."""
     callbacks, leave_ranks, argv, fit_tokens = fitting.callbacks, cli.leave_ranks, sys.argv, spire.FIT_TOKENS
-    spire.FIT_TOKENS = FIT_TOKENS
+    spire.FIT_TOKENS, spire.STORED_DTYPE = FIT_TOKENS, torch.bfloat16 if rounds else torch.float32
     fitting.callbacks = lambda cfg, run, peak: [Watch(run.path, interrupt, poison), *callbacks(cfg, run, peak)]
     cli.leave_ranks = lambda: None  # DeepSpeed keeps its groups for the life of a process
     sys.argv = [command, *arguments]

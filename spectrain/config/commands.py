@@ -30,7 +30,13 @@ class Target:
         "on a GPU steps of the lean decoder run through our own kernels; auto: where Triton is installed",
         one_of=("auto", "triton", "none"),
     )
-    parallel: str = option("none", "for a target that does not fit one GPU", one_of=("none", "device_map", "tp"))
+    parallel: str = option(
+        "none",
+        "for a target that does not fit one GPU; tp: torchrun's ranks divide its weights; device_map: one process "
+        "spreads its layers",
+        one_of=("none", "device_map", "tp"),
+    )
+    tp: int | None = option(None, "ranks that hold one target together with parallel=tp; null: all", least=1)
 
 
 @dataclass

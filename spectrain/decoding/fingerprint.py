@@ -5,10 +5,13 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Mapping
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from spectrain.decoding.sharded import is_shard, whole
 
 SAMPLES = 256  # values read of each parameter
 SHAPE_KEYS = (
@@ -16,6 +19,7 @@ SHAPE_KEYS = (
     *("num_key_value_heads", "head_dim", "max_position_embeddings", "tie_word_embeddings"),
     *("rms_norm_eps", "layer_norm_eps", "rope_parameters", "hidden_act"),
 )
+_of_sharded: WeakKeyDictionary[nn.Module, hashlib._Hash] = WeakKeyDictionary()  # models that ranks share
 SMALLEST = 2.0**-14  # below it float16 has fewer bits than bfloat16
 
 
@@ -44,14 +48,21 @@ def tokenizer_fingerprint(tokenizer: PreTrainedTokenizerBase) -> str:
 
 
 def _digest(description: object, module: nn.Module) -> hashlib._Hash:
-    """Hash a description, and the names, shapes and sampled values of the module's parameters."""
+    """Hash a description, and the names, shapes and sampled values of the module's parameters.
+
+    Where ranks share the module, all of them make the first call.
+    """
+    if module in _of_sharded:
+        return _of_sharded[module].copy()
     digest = hashlib.sha256(_canonical(description))
     for name, parameter in sorted(module.named_parameters()):
-        flat = parameter.detach().reshape(-1)
+        flat = whole(parameter.detach()).reshape(-1)
         values = flat[:: max(1, flat.numel() // SAMPLES)][:SAMPLES].to("cpu", torch.bfloat16)
         values = torch.where(values.abs() < SMALLEST, 0.0, values).to(torch.bfloat16) + 0.0  # and -0 as 0
         digest.update(_canonical([name, list(parameter.shape)]))
         digest.update(values.view(torch.int16).numpy().astype("<i2").tobytes())
+    if any(is_shard(one) for one in module.parameters()):
+        _of_sharded[module] = digest.copy()
     return digest
 
 

@@ -20,10 +20,13 @@ from transformers import (
     PretrainedConfig,
     PreTrainedTokenizerBase,
 )
+from transformers.distributed import DistributedConfig
 from transformers.utils.logging import set_tqdm_hook
 
+from spectrain.decoding.fingerprint import fingerprint
 from spectrain.decoding.lean import why_not_lean
 from spectrain.decoding.modules import check_layers
+from spectrain.decoding.sharded import TensorGroup, sharded_class, tensor_group
 from spectrain.decoding.target import TargetModel
 from spectrain.decoding.weights import to_dtype
 from spectrain.errors import UserError, check_choice
@@ -36,7 +39,7 @@ HUB_TIMEOUT_S = 10
 SHOWN_WEIGHTS = 3  # names of weights in a refusal
 FOREIGN_CODE = "needs code of its own folder, which is never run"
 NOT_CAUSAL = "is no causal language model; choose a decoder-only model"
-PARALLEL = {"none": {}, "device_map": {"device_map": "auto"}, "tp": {"tp_plan": "auto"}}
+PARALLEL = ("none", "device_map", "tp")
 
 
 def load_target(
@@ -49,14 +52,16 @@ def load_target(
     engine: str = "auto",
     graphs: str = "auto",
     compile: str = "auto",
+    tp: int | None = None,
 ) -> TargetModel:
     """Load model and tokenizer, ready to decode.
 
     Args:
         path_or_id: a Hugging Face folder, or an id on the hub.
         dtype: float32, bfloat16 or float16.
-        device: "auto" takes a GPU where there is one; ignored unless parallel is "none".
+        device: "auto" takes a GPU where there is one; ignored with "device_map".
         parallel: "device_map" spreads the layers over the visible devices, "tp" the weights over torchrun's ranks.
+        tp: ranks that hold one target together; None: all.
         capture_layers, engine, graphs, compile: see `TargetModel`.
         role: what messages call the model.
 
@@ -79,7 +84,12 @@ def load_target(
                 "all, or CUDA_VISIBLE_DEVICES to name it",
                 torch.cuda.device_count(),
             )
-    model = _load_model(name, called, config, {"dtype": DTYPES[dtype], **PARALLEL[parallel]})
+    group = tensor_group(tp, device) if parallel == "tp" else None
+    options = {"dtype": DTYPES[dtype]} | ({"device_map": "auto"} if parallel == "device_map" else {})
+    if group is None:
+        model = _load_model(name, called, config, options)
+    else:
+        model = _load_share(name, called, config, options, group)
     try:
         tokenizer = read_tokenizer(name)
     except Exception as error:
@@ -90,8 +100,10 @@ def load_target(
     model.eval().requires_grad_(False)
     if engine != "transformers" and why_not_lean(model) is None:
         shorten(model)
-    options = {"engine": engine, "dtype": DTYPES[dtype], "graphs": graphs, "compile": compile}
+    options = {"engine": engine, "dtype": DTYPES[dtype], "graphs": graphs, "compile": compile, "group": group}
     target = TargetModel(model, tokenizer, capture_layers, **options)
+    if group is not None:  # its ranks put it together once, so that later any of them may ask alone
+        fingerprint(model, None)
     if not _is_causal(target):
         raise UserError(f"{called} {NOT_CAUSAL}")
     return target
@@ -116,13 +128,29 @@ def check_card(config: PretrainedConfig, called: str, dtype: str, free_bytes: in
         )
 
 
-def _load_model(name: str, called: str, config: PretrainedConfig, options: Mapping[str, object]) -> nn.Module:
+def _load_share(
+    name: str, called: str, config: PretrainedConfig, options: Mapping[str, object], group: TensorGroup
+) -> nn.Module:
+    """Load this rank's share of a model. What one rank cannot read, all ranks of its group refuse."""
+    kind, model, refusal = sharded_class(config, called, group), None, None
+    options = {**options, "distributed_config": DistributedConfig(tp_size=group.size)}
+    try:
+        model = _load_model(name, called, config, options, kind)
+    except UserError as error:
+        refusal = error
+    group.check(refusal)
+    return model
+
+
+def _load_model(
+    name: str, called: str, config: PretrainedConfig, options: Mapping[str, object], kind: type = AutoModelForCausalLM
+) -> nn.Module:
     """Load a model that has every weight of its config. `called`: its name in messages."""
     reported = {"output_loading_info": True, "ignore_mismatched_sizes": True}  # refused below, by name
     options = {"config": config, **options, **reported}  # with torch's attention where the model can have it
     try:
         with quiet_transformers():
-            model, found = AutoModelForCausalLM.from_pretrained(name, trust_remote_code=False, **options)
+            model, found = kind.from_pretrained(name, trust_remote_code=False, **options)
             if (Path(name) / "generation_config.json").is_file():  # transformers passes over a broken one
                 GenerationConfig.from_pretrained(name)
     except Exception as error:  # safetensors, torch and transformers each raise their own types here

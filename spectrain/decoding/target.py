@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache, partial
 from itertools import pairwise
+from typing import TypeVar
 
 import torch
 import torch.nn.functional as F
@@ -30,6 +31,7 @@ from spectrain.decoding.masks import (
     tree_mask,
 )
 from spectrain.decoding.modules import TransformersEngine, check_supported
+from spectrain.decoding.sharded import TensorGroup
 from spectrain.decoding.tree import DraftTree
 from spectrain.decoding.weights import Int8Linear
 from spectrain.errors import UserError, check_choice
@@ -41,6 +43,7 @@ COMPILE = ("auto", "triton", "none")
 KEPT_BYTES = 1 << 26  # of a cache on a CPU that waits for the next generation
 KEPT_CACHES = 4  # on a GPU, of generations of other numbers of rows, and of drafts
 KEPT_PROGRAMS = 64  # that such a cache has; trees and drafts have any of some twenty sizes, prompts eight
+T = TypeVar("T")
 FINAL = -1  # among captured layers: the final states, the inputs of the unembedding
 
 
@@ -78,6 +81,7 @@ class TargetModel:
         graphs: "auto" replays steps as CUDA graphs where the whole model is on one GPU; "none" never.
         compile: "auto" runs these steps through our own kernels where the model is on a GPU and Triton is installed;
             "triton" demands it; "none" leaves them to torch.
+        group: the ranks that hold the model together; None: this process holds it alone.
 
     Raises:
         UserError: the model is none that the loop can run, or the engine does not know it.
@@ -94,9 +98,10 @@ class TargetModel:
         dtype: torch.dtype | None = None,
         graphs: str = "auto",
         compile: str = "auto",
+        group: TensorGroup | None = None,
     ):
         check_supported(model)
-        self.config, self.tokenizer = model.config, tokenizer
+        self.config, self.tokenizer, self.group = model.config, tokenizer, group
         self.prefill_chunk, self.keeps_hidden = prefill_chunk, keeps_hidden
         check_choice("target.compile", compile, COMPILE)
         self._engine = _engine(model, engine, dtype, compile)
@@ -151,6 +156,15 @@ class TargetModel:
         other = copy.copy(self)
         vars(other).update(changes)
         return other
+
+    @property
+    def leads(self) -> bool:
+        """Whether this process speaks for all that hold the model together."""
+        return self.group is None or self.group.rank == 0
+
+    def agreed(self, value: T) -> T:
+        """Return the value of the process that leads: ranks that hold a model together decide alike by it."""
+        return value if self.group is None else self.group.agreed(value)
 
     @property
     def fuses(self) -> bool:
@@ -227,6 +241,19 @@ class TargetModel:
             tokens, positions, mask=mask, capture_layers=self.capture_layers, kept=lambda hidden: hidden[:, :1]
         )
         return Features(_stacked(captured), final)
+
+    def features_of_own(self, tokens: Tensor, starts: Tensor | None = None) -> Features:
+        """Return the `features` of rows that this rank has alone, and the others of its group others.
+
+        The group reads the rows of each rank in turn, so that all else of a training is divided among all ranks.
+        """
+        if self.group is None:
+            return self.features(tokens, starts)
+        for rank, rows in enumerate(self.group.gathered(tokens, starts)):
+            found = self.features(*rows)
+            if rank == self.group.rank:
+                own = found
+        return own
 
     def _features_of_documents(self, tokens: Tensor, starts: Tensor) -> Features:
         """Run each packed document as a text of its own, in batches of similar length.

@@ -56,7 +56,7 @@ class Benchmark:
         def keep(row: QuestionRow) -> bool:  # of other batch sizes all
             return row.batch_size != self.batch_size or (row.error is None and (row.question_id, row.method) in asked)
 
-        rows = RowFile(file, QuestionRow, keep)
+        rows = RowFile(file, QuestionRow, keep, writes=self.target.leads)
         done = {(row.question_id, row.method) for row in rows.rows if row.batch_size == self.batch_size}
         if done:
             log.info("%d of %d answers (one per question and method) are measured already", len(done), len(asked))

@@ -41,6 +41,7 @@ class Machine:
     memory_bytes: float | None  # of a rank; None: not known
     training_share: float = 1.0  # of the peaks, that kernels of a training reach
     link_bytes_per_s: float | None = None  # of a rank, to the others; None: they share a memory
+    near_bytes_per_s: float | None = None  # likewise, to its neighbours, with which it may hold a target
 
 
 @dataclass(frozen=True)
@@ -98,7 +99,9 @@ def plan_of(config: Mapping, machine: Machine, ranks: int) -> Plan:
     seconds = accumulated * step.seconds(machine.peaks) + optimizer_bytes / machine.peaks.bytes_per_s
     seconds /= machine.training_share
     if ranks > 1 and machine.link_bytes_per_s:
-        seconds += 2 * (ranks - 1) / ranks * 4 * trained / machine.link_bytes_per_s  # a ring's all-reduce of float32
+        seconds += _all_reduced(4 * trained, ranks) / machine.link_bytes_per_s
+    if machine.near_bytes_per_s:
+        seconds += accumulated * outline.exchanged_by_target(ranks) / machine.near_bytes_per_s
     return Plan(
         outline.target_parameters,
         trained,
@@ -162,7 +165,7 @@ class Outline:
     def weights(self, ranks: int) -> dict[str, int]:
         """Return the bytes that a rank holds all the time, by what they are."""
         config, trained, stage = self.config, self.trained, _zero(self.config)
-        held = {"target": _n_bytes(self.module.target.model)}
+        held = {"target": self.target_bytes(tensor_ranks(config, ranks))}
         adam = _state_bytes(config["optimizer"]["name"], self.module)
         if stage is None:
             buckets = {"gradients in exchange": 4 * trained} if ranks > 1 else {}
@@ -170,6 +173,21 @@ class Outline:
         held["drafter"] = 2 * trained if stage < 3 else 2 * trained // ranks + min(2 * trained, 2 * ZERO_LIVE)
         offloads = config["trainer"]["strategy"].get("offload_optimizer")
         return held | {"optimizer": 0 if offloads else (adam + 4 * trained) // ranks}
+
+    def target_bytes(self, n_ranks: int) -> int:
+        """Return the bytes of one rank's share of the target, of which each has the whole tables."""
+        model = self.module.target.model
+        tables = {id(one): one.nbytes for one in (model.get_input_embeddings().weight, self.module.target.unembedding)}
+        whole = sum(tables.values())
+        return whole + (_n_bytes(model) - whole) // n_ranks
+
+    def exchanged_by_target(self, ranks: int) -> float:
+        """Return the bytes that a rank sends in a forward of the target over the rows of all ranks of its group."""
+        config, target = self.config, self.module.target
+        size, data = tensor_ranks(config, ranks), config["data"]
+        n_tokens = size * data["batch_size"] // ranks * data["row_tokens"]
+        states = n_tokens * target.config.get_text_config().hidden_size * target.dtype.itemsize
+        return 2 * target.n_layer * _all_reduced(states, size)  # behind attention, and behind the MLP
 
     def pass_bytes(self, step: StepCost, ranks: int) -> int:
         """Return the peak of a forward and a backward pass; under ZeRO a rank keeps its share of the gradients."""
@@ -183,6 +201,17 @@ def meta_target(options: Mapping) -> TargetModel:
     model = empty_model(options["path"], dtype=DTYPES[options["dtype"]])
     with torch.device("meta"):
         return TargetModel(model.eval().requires_grad_(False), engine=options["engine"])
+
+
+def tensor_ranks(config: Mapping, ranks: int) -> int:
+    """Return how many of the ranks hold one target together."""
+    target = config["target"]
+    return (target["tp"] or ranks) if target["parallel"] == "tp" else 1
+
+
+def _all_reduced(n_bytes: float, n_ranks: int) -> float:
+    """Return the bytes that each rank of a ring sends to add up a tensor of so many bytes."""
+    return 2 * (n_ranks - 1) / n_ranks * n_bytes
 
 
 def _short(count: int) -> str:

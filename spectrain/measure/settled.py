@@ -121,7 +121,7 @@ def _machine(config: Mapping) -> Machine:
         memory = torch.cuda.get_device_properties(0).total_memory
     link = node["network_bytes_per_s" if trainer.get("num_nodes", 1) > 1 else "link_bytes_per_s"]
     together = 1 if on_gpu or ranks_of_torchrun() else planned_ranks(trainer)  # ranks that share the CPU's threads
-    return Machine(peaks, memory, node["training_share"] / together, link)
+    return Machine(peaks, memory, node["training_share"] / together, link, node["link_bytes_per_s"])
 
 
 def _here(on_gpu: bool) -> dict:

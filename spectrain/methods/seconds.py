@@ -200,8 +200,10 @@ class Table:
             log.info("timed %s in %.1f s", key, time.perf_counter() - began)
             if problem:
                 self.spoiled.add(key)
+            if problem and target.leads:
                 log.warning("the seconds of %s look disturbed (%s); they are timed again next time", key, problem)
-            self._keep(machine_of(target))
+            if target.leads:
+                self._keep(machine_of(target))
         return self.seconds[key]
 
     def _keep(self, machine: Mapping) -> None:
@@ -325,11 +327,12 @@ def timed(target: TargetModel, sampling: Sampling, n_rows: int, paced: Paced) ->
     _run(target, sampling, n_rows, paced, 1)  # which compile, record and warm up
     if paced.times_rest:
         paced.drop_dear()
-    n_rounds, problem, began = 0, "nothing was timed", time.perf_counter()
-    while problem and n_rounds < MOST_ROUNDS and (not n_rounds or time.perf_counter() - began < MOST_S):
+    n_rounds, problem, began, goes_on = 0, None, time.perf_counter(), True
+    while goes_on:
         _run(target, sampling, n_rows, paced, ROUNDS)
         n_rounds += ROUNDS
         problem = doubt(paced.taken)
+        goes_on = target.agreed(problem and n_rounds < MOST_ROUNDS and time.perf_counter() - began < MOST_S)
     paced.inner.pace = None
     paced.inner.forget()  # its drafts were only timed
     return {size: min(taken) for size, taken in sorted(paced.taken.items()) if taken}, problem
@@ -341,11 +344,12 @@ def _run(target: TargetModel, sampling: Sampling, n_rows: int, paced: Paced, n_r
     text = target.tokenizer(TEXT)["input_ids"] if target.tokenizer is not None else [*range(min(61, target.vocab_size))]
     prompts = [[*text[row % len(text) :], *text * length][: max(1, length - row % 8)] for row in range(n_rows)]
     paced.rounds_left, paced.turns = n_rounds, []
-    while True:
-        options = {"batch_size": n_rows, "stop_token_ids": (), "seed": 1}
+    options = {"batch_size": n_rows, "stop_token_ids": (), "seed": 1}
+    while paced.rounds_left or paced.turns:
         for _ in stream(target, paced, prompts, max(2, min(room - length, 512)), sampling, **options):
             if not (paced.rounds_left or paced.turns):
-                return
+                break
+    paced.taken = target.agreed(paced.taken)
 
 
 def doubt(taken: Mapping[int, Sequence[float]]) -> str | None:

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from spectrain.decoding.lean import block_state
+from spectrain.decoding.sharded import whole
 from spectrain.decoding.target import TargetModel
 from spectrain.errors import UserError
 from spectrain.models.spire import SpireConfig, SpireDrafter
@@ -52,7 +53,8 @@ def new_drafter(target: TargetModel, config: SpireConfig, init: str, kept: Tenso
     if config.input != "projected":
         drafter.embed_tokens.load_state_dict(model.model.embed_tokens.state_dict())
     for block, layer in zip(drafter.blocks, last_layers(model, config.n_layer), strict=True):
-        block.load_state_dict(block_state(model.model.layers[layer].state_dict()))
+        state = {name: whole(one) for name, one in model.model.layers[layer].state_dict().items()}
+        block.load_state_dict(block_state(state))
         if config.shape.layer_types:  # scores are divided by another number than the root of the width of a head
             block.query_norm.weight.data *= model.model.layers[layer].self_attn.scaling * config.shape.head_dim**0.5
     drafter.norm.load_state_dict(model.model.norm.state_dict())

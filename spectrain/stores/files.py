@@ -213,21 +213,25 @@ class RowFile(Generic[Row]):
     """The rows of a measurement, each a dataclass, in a JSON-lines file that an interrupted run continues.
 
     `rows` are those that the file holds. Lines that were cut off or have other fields are dropped, and rows that `keep`
-    refuses.
+    refuses. Without `writes` the file stays as it is, because another rank writes the same rows.
     """
 
-    def __init__(self, file: Path, row_type: type[Row], keep: Callable[[Row], bool] = lambda row: True) -> None:
-        self.file, self.rows = file, []
+    def __init__(
+        self, file: Path, row_type: type[Row], keep: Callable[[Row], bool] = lambda row: True, writes: bool = True
+    ) -> None:
+        self.file, self.rows, self.writes = file, [], writes
         for values in read_lines(file):
             with suppress(ValueError):
                 self.rows.append(from_json(row_type, values))
         self.rows = list(filter(keep, self.rows))
-        write_whole(file, "".join(map(json_line, self.rows)))
+        if writes:
+            write_whole(file, "".join(map(json_line, self.rows)))
 
     def append(self, row: Row) -> None:
         self.rows.append(row)
-        with self.file.open("a") as out:
-            out.write(json_line(row))
+        if self.writes:
+            with self.file.open("a") as out:
+                out.write(json_line(row))
 
 
 class _PlainYaml(yaml.SafeLoader):

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from spectrain.decoding import TargetModel
 from spectrain.decoding.sampling import Uniforms, row_generator
-from spectrain.errors import UserError
+from spectrain.errors import AllRanksError, UserError
 from spectrain.methods.folders import given_artifacts
 from spectrain.methods.specdecpp import open_given_drafter
 from spectrain.models.draft_states import DraftStates
@@ -75,7 +75,7 @@ class HeadTraining(Training):
             draw = epoch % batch.drafts.shape[1]
             drafts, labels = batch.drafts[:, draw], batch.labels[:, draw]
             if self.target.capture_layers:
-                captured = self.target.features(batch.tokens).captured
+                captured = self.target.features_of_own(batch.tokens).captured
         mixed, drafted = mix_tokens(batch.tokens, drafts, may_draft, self.facts.mixing_share, mixing)
         return self.states.hidden(mixed, captured)[drafted], labels[drafted]
 
@@ -112,6 +112,11 @@ class HeadExperiment(Experiment):
 
     def __init__(self, run: RunFolder, data: Source, open_target: Callable[[], TargetModel]) -> None:
         super().__init__(run, data, open_target)
+        if self.target.group is not None and data.source == "online":
+            raise AllRanksError(
+                "ranks that share a target (target.parallel=tp) make labels beforehand; run data_prep.acceptance, and "
+                "give data=offline"
+            )
         self.opened = open_given_drafter(
             given_artifacts(self.config["drafter"]), self.target, self.config["rollout_tokens"]
         )

@@ -86,7 +86,7 @@ class SpireTraining(Training):
         features, kept = Features(batch.captured, batch.final_hidden), batch.learned()
         if batch.final_hidden is None:  # nothing was stored
             with torch.no_grad():
-                features = self.target.features(batch.tokens, batch.starts)
+                features = self.target.features_of_own(batch.tokens, batch.starts)
         # What is computed now is rounded as what is stored, so that losses agree.
         captured = None if features.captured is None else features.captured.to(STORED_DTYPE)
         if self.drafter.config.previous_state and batch.final_hidden is not None:  # which is stored once

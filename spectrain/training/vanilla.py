@@ -58,9 +58,9 @@ class LanguageModelTraining(Training):
     def alpha(self, batch: RowBatch, states: Tensor) -> Tensor:
         """Probability [B, L] float32 that the target accepts what is drawn after final states [B, L, D]."""
         found, unembedding = [], self.model.get_output_embeddings().weight
+        of_target = self.target.features_of_own(batch.tokens, batch.starts).final_hidden
         for i in range(len(states)):  # row by row: the probabilities of a batch may not fit into memory
-            starts = None if batch.starts is None else batch.starts[i : i + 1]
-            p = self.target.forward(batch.tokens[i : i + 1], starts).logits.float().softmax(-1)
+            p = self.target.logits_of(of_target[i : i + 1]).float().softmax(-1)
             q = F.linear(states[i : i + 1], unembedding.to(states.dtype)).float().softmax(-1)
             found.append(torch.minimum(p, q).sum(-1))
         return torch.cat(found)
