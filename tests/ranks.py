@@ -2,8 +2,9 @@
 
     torchrun --nproc-per-node 2 -m tests.ranks jobs.json
 
-A job is `{"command": ..., "arguments": [...], "interrupt": step, "poison": step}`; without a command it is
-`spectrain.train`. Rank zero is interrupted at one step, rank one gets a weight that is NaN at the other. A training
+A job is `{"command": ..., "arguments": [...], "interrupt": step, "poison": step, "dies": how}`; without a command it is
+`spectrain.train`. Rank zero is interrupted at one step, rank one gets a weight that is NaN at the other, or dies before
+its third step, by one of DEATHS. A training
 leaves in its `run_dir`, for every rank, the rows that it was given (`numbers-<rank>.jsonl`: [step, numbers]) and, at
 the end of the fit, the weights put together from all ranks (`whole.safetensors`). What a command said goes to the
 terminal, its exit code to `codes.json`.
@@ -17,23 +18,37 @@ import signal
 import sys
 from pathlib import Path
 
+import torch
 from lightning import Callback
 from safetensors.torch import save_file
 
 from spectrain import cli
+from spectrain.errors import UserError
 from spectrain.training import fit as fitting
 from spectrain.training import spire
 from spectrain.training.strategies import whole_state
 from tests.conftest import FIT_TOKENS
 
+DEATHS = {
+    "wrong": UserError("rows=3 must be even; give rows=4"),
+    "broken": RuntimeError("shapes differ"),
+    "full": torch.OutOfMemoryError("CUDA out of memory"),
+    "killed": None,
+}
+
 
 class Watch(Callback):
     """Notes rows and weights; strikes the signal, or spoils a weight of rank one, before the step after a given one."""
 
-    def __init__(self, folder: Path, interrupt: int | None, poison: int | None) -> None:
-        self.folder, self.interrupt, self.poison = folder, interrupt, poison
+    def __init__(self, folder: Path, interrupt: int | None, poison: int | None, dies: str | None) -> None:
+        self.folder, self.interrupt, self.poison, self.dies = folder, interrupt, poison, dies
 
     def on_train_batch_start(self, trainer, module, batch, batch_idx):
+        if self.dies and trainer.global_rank == 1 and trainer.global_step == 2:
+            (self.folder / "dead").touch()
+            if DEATHS[self.dies]:
+                raise DEATHS[self.dies]
+            os.kill(os.getpid(), signal.SIGKILL)
         if trainer.global_rank == 1 and trainer.global_step == self.poison:
             next(module.parameters()).data.fill_(float("nan"))
 
@@ -54,12 +69,16 @@ class Watch(Callback):
 
 
 def run(
-    arguments: list[str], interrupt: int | None = None, poison: int | None = None, command: str = "spectrain.train"
+    arguments: list[str],
+    interrupt: int | None = None,
+    poison: int | None = None,
+    dies: str | None = None,
+    command: str = "spectrain.train",
 ) -> int:
     """One command; its exit code."""
     callbacks, leave_ranks, argv, fit_tokens = fitting.callbacks, cli.leave_ranks, sys.argv, spire.FIT_TOKENS
     spire.FIT_TOKENS = FIT_TOKENS
-    fitting.callbacks = lambda cfg, run, peak: [Watch(run.path, interrupt, poison), *callbacks(cfg, run, peak)]
+    fitting.callbacks = lambda cfg, run, peak: [Watch(run.path, interrupt, poison, dies), *callbacks(cfg, run, peak)]
     cli.leave_ranks = lambda: None  # DeepSpeed keeps its groups for the life of a process
     sys.argv = [command, *arguments]
     try:
@@ -78,6 +97,7 @@ def main() -> None:
     if os.environ.get("RANK", "0") == "0":
         file.with_name("codes.json").write_text(json.dumps(codes))
     cli.leave_ranks()
+    sys.exit(codes[-1])
 
 
 if __name__ == "__main__":

@@ -327,5 +327,8 @@ def hashed(config: Mapping) -> dict:
     """Return the options that what is trained depends on."""
     kept = {key: value for key, value in config.items() if key not in NOT_HASHED}
     if isinstance(kept.get("trainer"), Mapping):
-        kept["trainer"] = {key: value for key, value in kept["trainer"].items() if key not in NOT_HASHED_OF_TRAINER}
+        left_out = NOT_HASHED_OF_TRAINER
+        if "deepspeed" not in str(kept["trainer"].get("strategy")):  # the others share their checkpoints
+            left_out = (*left_out, "strategy")
+        kept["trainer"] = {key: value for key, value in kept["trainer"].items() if key not in left_out}
     return kept
