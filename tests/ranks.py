@@ -3,8 +3,8 @@
     torchrun --nproc-per-node 2 -m tests.ranks jobs.json
 
 A job is `{"command": ..., "arguments": [...], "interrupt": step, "poison": step, "dies": how}`; without a command it is
-`spectrain.train`. Rank zero is interrupted at one step, rank one gets a weight that is NaN at the other, or dies before
-its third step, by one of DEATHS. A training
+`spectrain.train`. Rank zero is interrupted at one step, rank one gets a weight that is NaN at the other, or dies by one
+of DEATHS. A training
 leaves in its `run_dir`, for every rank, the rows that it was given (`numbers-<rank>.jsonl`: [step, numbers]) and, at
 the end of the fit, the weights put together from all ranks (`whole.safetensors`). What a command said goes to the
 terminal, its exit code to `codes.json`.
@@ -30,6 +30,7 @@ from spectrain.training.strategies import whole_state
 from tests.conftest import FIT_TOKENS
 
 DEATHS = {
+    "early": UserError("rows=3 must be even; give rows=4"),
     "wrong": UserError("rows=3 must be even; give rows=4"),
     "broken": RuntimeError("shapes differ"),
     "full": torch.OutOfMemoryError("CUDA out of memory"),
@@ -42,15 +43,21 @@ class Watch(Callback):
 
     def __init__(self, folder: Path, interrupt: int | None, poison: int | None, dies: str | None) -> None:
         self.folder, self.interrupt, self.poison, self.dies = folder, interrupt, poison, dies
+        if dies == "early":  # before ranks have met
+            self.die()
 
     def on_train_batch_start(self, trainer, module, batch, batch_idx):
-        if self.dies and trainer.global_rank == 1 and trainer.global_step == 2:
-            (self.folder / "dead").touch()
+        if self.dies and trainer.global_step == 2:
+            self.die()
+        if trainer.global_rank == 1 and trainer.global_step == self.poison:
+            next(module.parameters()).data.fill_(float("nan"))
+
+    def die(self):
+        if os.environ["RANK"] == "1":
+            Path("dead").touch()
             if DEATHS[self.dies]:
                 raise DEATHS[self.dies]
             os.kill(os.getpid(), signal.SIGKILL)
-        if trainer.global_rank == 1 and trainer.global_step == self.poison:
-            next(module.parameters()).data.fill_(float("nan"))
 
     def on_train_batch_end(self, trainer, module, outputs, batch, batch_idx):
         with (self.folder / f"numbers-{trainer.global_rank}.jsonl").open("a") as file:

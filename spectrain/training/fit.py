@@ -45,6 +45,7 @@ from spectrain.training.strategies import ZeroStrategy, check_shared, precision_
 log = logging.getLogger(__name__)
 
 OWN_OPTIONS = ("activation_checkpointing", "compile")  # of `trainer`, which Lightning does not know
+POLL_S = 0.1
 ENDS_WITHIN_S = 1.0  # a process that has closed its connections
 LOST_RANK = ("Connection closed by peer", "Connection reset by peer")  # as gloo says it
 
@@ -258,5 +259,14 @@ def prepare_resume(checkpoint: Path, trainer: Trainer) -> None:
 def barrier(trainer: Trainer) -> None:
     """Under torchrun, wait for all ranks; Lightning starts the others itself, later."""
     if ranks_of_torchrun() and trainer.world_size > 1:
+        meet(trainer.global_rank, trainer.world_size)
         trainer.strategy.setup_environment()
         trainer.strategy.barrier()
+
+
+def meet(rank: int, n_ranks: int) -> None:
+    """Wait for all ranks of torchrun. If one has failed, SIGTERM ends this wait; it would end none of torch's own."""
+    store, *_ = next(torch.distributed.rendezvous("env://"))
+    store.set(f"here/{rank}", "")
+    while not store.check([f"here/{one}" for one in range(n_ranks)]):
+        time.sleep(POLL_S)

@@ -19,6 +19,7 @@ from tests.training.test_strategies import ROOT, largest_difference
 ENVIRONMENT = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m"]
 LINES = {
+    "early": "rows=3 must be even; give rows=4",
     "wrong": "rows=3 must be even; give rows=4",
     "broken": "RuntimeError: shapes differ",
     "full": "out of memory on rank 1: lower data.batch_size=2",
@@ -40,7 +41,7 @@ def test_a_rank_that_dies_ends_the_others_in_seconds_and_its_error_stands_last(o
     command = [*TORCHRUN, "tests.ranks", "jobs.json"]
     done = subprocess.run(command, cwd=tmp_path, env=ENVIRONMENT, capture_output=True, text=True)
     assert done.returncode == 1
-    assert time.time() - (tmp_path / "run/dead").stat().st_mtime < 30
+    assert time.time() - (tmp_path / "dead").stat().st_mtime < 25
     *_, last = (line for line in done.stderr.splitlines() if line.strip("="))
     assert LINES[dies] in last
 
