@@ -266,6 +266,8 @@ def barrier(trainer: Trainer) -> None:
 
 def meet(rank: int, n_ranks: int) -> None:
     """Wait for all ranks of torchrun. If one has failed, SIGTERM ends this wait; it would end none of torch's own."""
+    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":  # a rank would have to be the server
+        return
     store, *_ = next(torch.distributed.rendezvous("env://"))
     store.set(f"here/{rank}", "")
     while not store.check([f"here/{one}" for one in range(n_ranks)]):
