@@ -46,7 +46,7 @@ log = logging.getLogger(__name__)
 
 OWN_OPTIONS = ("activation_checkpointing", "compile")  # of `trainer`, which Lightning does not know
 POLL_S = 0.1
-ENDS_WITHIN_S = 1.0  # a process that has closed its connections
+ENDS_WITHIN_S = 10.0  # a process that has closed its connections
 LOST_RANK = ("Connection closed by peer", "Connection reset by peer")  # as gloo says it
 
 
@@ -132,14 +132,14 @@ def compiles(options: Mapping, trainer: Trainer) -> bool:
 
 
 @contextmanager
-def naming_the_remedy(data: Mapping, trainer: Trainer | None = None) -> Iterator[None]:
+def naming_the_remedy(data: Mapping, trainer: Trainer) -> Iterator[None]:
     """Turn running out of memory, and losing another rank, into a UserError that says what to change."""
     try:
         yield
     except Exception as error:
         lost = isinstance(error, RuntimeError) and any(said in str(error) for said in LOST_RANK)
         if lost or isinstance(error, torch.distributed.DistError):
-            if trainer is not None and has_spoken(trainer):
+            if has_spoken(trainer):
                 raise SystemExit(2) from error
             raise LostRankError(
                 "another rank ended, and this one cannot go on alone; see what it said, then give the same command"
@@ -159,9 +159,10 @@ def naming_the_remedy(data: Mapping, trainer: Trainer | None = None) -> Iterator
 
 def has_spoken(trainer: Trainer) -> bool:
     """Whether a rank that Lightning started has ended with an error, which it has printed."""
-    processes = getattr(trainer.strategy.launcher, "procs", ())
-    time.sleep(ENDS_WITHIN_S if processes else 0)
-    return any((one.poll() or 0) > 0 for one in processes)
+    processes, ends_s = getattr(trainer.strategy.launcher, "procs", ()), time.monotonic() + ENDS_WITHIN_S
+    while not any(codes := [one.poll() or 0 for one in processes]) and processes and time.monotonic() < ends_s:
+        time.sleep(POLL_S)
+    return max(codes, default=0) > 0
 
 
 def build_trainer(
