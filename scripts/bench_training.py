@@ -14,6 +14,11 @@ Compares the memory of steps that plan=true says with the peak of the resident s
 
 How fast ShareGPT rows become tokens beside the tokenizer's own `apply_chat_template`, in turns, and what making rows of
 a file of them takes.
+
+    python scripts/bench_training.py --target checkpoints/pystdlib-8l --ranks 5 --out docs/results/training_ranks.json
+
+Trains on one rank and on two, with one thread each, in as many turns, on the same rows. Speeds are those of the last
+batches (`train/tokens_per_s`), and ratios compare trainings of one turn.
 """
 
 from __future__ import annotations
@@ -38,6 +43,7 @@ import torch
 from torch import Tensor
 from transformers import LlamaForCausalLM
 
+from spectrain import cli
 from spectrain.cli import composed, open_target
 from spectrain.config import options_of, plain
 from spectrain.config.commands import Corpus
@@ -54,6 +60,7 @@ from spectrain.stores.chat_tokens import ChatRenderer
 from spectrain.stores.locations import bundled_folder
 from spectrain.stores.row_cache import corpus_rows
 from spectrain.stores.texts import read_documents
+from spectrain.training import spire
 from spectrain.training.data import RowBatch
 from spectrain.training.losses import LossSettings, Teacher, drafter_loss
 from spectrain.training.optim import build_optimizer
@@ -68,6 +75,14 @@ CONFIGURATIONS = (
     "data.row_tokens=1024 data.batch_size=16 input=tied previous_state=false",
 )
 
+STEPS = 25
+TRAINERS = {
+    "one rank": "trainer=cpu",
+    "DDP": "trainer=ddp",
+    "ZeRO-2": "trainer=deepspeed_zero2",
+    "FSDP2": "trainer=fsdp",
+}
+
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -78,13 +93,24 @@ def main() -> None:
     parser.add_argument("--pairs", type=int, default=15, help="pairs of steps timed")
     parser.add_argument("--chats", type=int, default=0, help="conversations of a file that is made on the fly")
     parser.add_argument("--memory", action="store_true", help="compare the memory that plan=true says with what it is")
+    parser.add_argument("--ranks", type=int, default=0, help="turns of trainings on one rank and on two")
+    parser.add_argument("--out", help="file for the table of --ranks")
+    parser.add_argument("--train", nargs="+", help=argparse.SUPPRESS)
     parser.add_argument("--memory-of", nargs="+", help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.memory_of:
         print(*planned_and_measured(args.memory_of))
         return
+    if args.train:
+        spire.FIT_TOKENS = 1  # what comes before the steps is not measured
+        sys.argv[1:] = args.train
+        cli.run("spectrain.train")
+        return
     if args.memory:
         report_memory(args)
+        return
+    if args.ranks:
+        report_ranks(args)
         return
     target = load_target(bundled_folder(args.target) or args.target)
     if args.chats:
@@ -199,6 +225,54 @@ def planned_and_measured(overrides: Sequence[str]) -> tuple[int, int]:
     for _ in range(2):
         step(config["data"]["batch_size"], config["data"]["row_tokens"])
     return plan.memory["forward and backward pass"], resident_peak_bytes() - before
+
+
+def report_ranks(args: argparse.Namespace) -> None:
+    runs: dict[str, list[dict[int, dict[str, float]]]] = {name: [] for name in TRAINERS}
+    loads = []
+    for _ in range(args.ranks):
+        for name, trainer in TRAINERS.items():
+            loads.append(os.getloadavg()[0])
+            runs[name].append(curve_of(args, trainer))
+            print(name, f"{speed_of(runs[name][-1]):.0f} tokens/s, load average {loads[-1]:.1f}", flush=True)
+    speeds = {name: np.array([speed_of(one) for one in curves]) for name, curves in runs.items()}
+    rows = []
+    for name, curves in runs.items():
+        times = "" if name == "one rank" else str(median(speeds[name] / speeds["one rank"]))
+        steps = [step for step, row in curves[0].items() if "train/loss" in row]
+        apart = max(abs(curves[0][step]["train/loss"] - runs["one rank"][0][step]["train/loss"]) for step in steps)
+        rows.append([name, f"{np.median(speeds[name]):,.0f}", times, f"{apart:.6f}" if times else ""])
+        print(*rows[-1], sep="  ")
+    load = f"load average {min(loads):.1f} to {max(loads):.1f} before the runs"
+    facts = {"title": "Two ranks beside one", "date": time.strftime("%Y-%m-%d"), "machine": f"two cores, {load}"}
+    facts |= {
+        "model": Path(args.target).name,
+        "dtype": "float32",
+        "batch": f"{args.batch} x {args.length}",
+        "threads": 1,
+    }
+    facts |= {"command": f"python scripts/bench_training.py --target {args.target} --ranks {args.ranks}"}
+    facts |= {"columns": ["", "tokens/s", "times one rank", f"largest difference of loss, {STEPS} steps"], "rows": rows}
+    if args.out:
+        Path(args.out).write_text(json.dumps(facts, indent=1) + "\n")
+
+
+def curve_of(args: argparse.Namespace, trainer: str) -> dict[int, dict[str, float]]:
+    """What a short training logs, by step."""
+    overrides = f"+exp=spire target={args.target} data.batch_size={args.batch} data.row_tokens={args.length}".split()
+    overrides += f"max_steps={STEPS} data.val_rows=2 select.every=0 {trainer} trainer.accelerator=cpu".split()
+    overrides += ["trainer.precision=32-true", "trainer.log_every_n_steps=1", "tau.contexts=1", "tau.new_tokens=4"]
+    ranks = 1 if "cpu" in trainer else 2
+    torchrun = f"-m torch.distributed.run --standalone --nproc-per-node {ranks}".split()
+    with tempfile.TemporaryDirectory() as folder:
+        command = [sys.executable, *torchrun, __file__, "--train", *overrides, "tau.timed_contexts=1"]
+        command += [f"run_dir={folder}/run", f"out={folder}/out"]
+        subprocess.run(command, check=True, capture_output=True, env=os.environ | {"OMP_NUM_THREADS": "1"})
+        return RunFolder.open(Path(folder, "run")).curve()
+
+
+def speed_of(curve: dict[int, dict[str, float]]) -> float:
+    return [row["train/tokens_per_s"] for row in curve.values() if "train/tokens_per_s" in row][-1]
 
 
 def report_chats(target: TargetModel, n_chats: int) -> None:

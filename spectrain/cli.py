@@ -38,7 +38,7 @@ from rich.table import Table
 
 from spectrain import config
 from spectrain.config import COMMANDS, conf_dir, papers
-from spectrain.errors import AllRanksError, FinishedRun, UserError
+from spectrain.errors import AllRanksError, FinishedRun, LostRankError, UserError
 from spectrain.stores.files import naming_a_full_disk
 from spectrain.stores.signals import EXIT_CODES, SIGNALS, Terminated
 
@@ -234,6 +234,8 @@ def one_sentence(name: str, failed: list[str] | None = None) -> Iterator[None]:
         if failed is not None and isinstance(error, FinishedRun):  # an interrupted sweep goes on with what is left
             log.info("already finished, skipping: %s", error)
             return
+        if failed is None and not isinstance(error, LostRankError):
+            tell_torchrun(str(error))
         sentence = str(error) if failed is not None or is_mine_to_say(error) else None
     except MissingMandatoryValue as error:
         sentence = f"{error.full_key} is missing; give {error.full_key}=..."
@@ -248,6 +250,7 @@ def one_sentence(name: str, failed: list[str] | None = None) -> Iterator[None]:
         if isinstance(error, OSError) and error.filename is not None:
             sentence = f"{error.filename} cannot be read or written ({error.strerror}); see to it, or give another path"
         elif failed is None or int(os.environ.get("WORLD_SIZE", 1)) > 1:  # other ranks may wait in this job
+            tell_torchrun(f"{type(error).__name__}: {error}")
             raise
         else:
             sentence = f"{type(error).__name__}: {error}"
@@ -319,12 +322,21 @@ def is_mine_to_say(error: UserError) -> bool:
     """Whether this rank prints its error: rank zero does, another only what rank zero does not say.
 
     What ends rank zero ends the others (torchrun), or they have raised it alike. A rank that is still there after a
-    while has an error of its own.
+    while has an error of its own, or has lost a rank of another machine.
     """
-    if rank() == 0:
+    is_ended = isinstance(error, LostRankError) and "TORCHELASTIC_RUN_ID" in os.environ
+    if rank() == 0 and not is_ended:
         return True
     time.sleep(RANK_ZERO_SPEAKS_WITHIN_S)
     return not isinstance(error, AllRanksError)
+
+
+def tell_torchrun(sentence: str) -> None:
+    """Leave the error where torchrun reads it: its report, which stands last, ends with that of the first rank."""
+    if file := os.environ.get("TORCHELASTIC_ERROR_FILE"):
+        said = " ".join(sentence.split())
+        facts = {"message": said, "extraInfo": {"py_callstack": said, "timestamp": str(int(time.time()))}}
+        Path(file).write_text(json.dumps({"message": facts}))
 
 
 def rank() -> int:

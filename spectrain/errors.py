@@ -17,6 +17,10 @@ class AllRanksError(UserError):
     """An error that every rank raises alike, so that one of them can print it for all."""
 
 
+class LostRankError(UserError):
+    """Another rank has ended, and its error is the cause."""
+
+
 class TooLittleText(UserError):
     """A corpus makes no row for training or none for validation; shorter rows may help."""
 

@@ -2,11 +2,12 @@
 
     torchrun --nproc-per-node 2 -m tests.ranks jobs.json
 
-A job is `{"command": ..., "arguments": [...], "interrupt": step, "poison": step, "rounds": true}`; without a command it
-is `spectrain.train`. Rank zero is interrupted at one step, rank one gets a weight that is NaN at the other. If `rounds`
-is false, the target's states are not rounded to bfloat16. A training leaves in its `run_dir`, for every rank, the rows
-that it was given (`numbers-<rank>.jsonl`: [step, numbers]) and, at the end of the fit, the weights put together from
-all ranks (`whole.safetensors`). What a command said goes to the terminal, its exit code to `codes.json`.
+A job is `{"command": ..., "arguments": [...], "interrupt": step, "poison": step, "dies": how, "rounds": true}`; without a
+command it is `spectrain.train`. Rank zero is interrupted at one step, rank one gets a weight that is NaN at the other,
+or dies by one of DEATHS. If `rounds` is false, the target's states are not rounded to bfloat16. A training leaves in its
+`run_dir`, for every rank, the rows that it was given (`numbers-<rank>.jsonl`: [step, numbers]) and, at the end of the
+fit, the weights put together from all ranks (`whole.safetensors`). What a command said goes to the terminal, its exit
+code to `codes.json`.
 """
 
 from __future__ import annotations
@@ -22,21 +23,41 @@ from lightning import Callback
 from safetensors.torch import save_file
 
 from spectrain import cli
+from spectrain.errors import UserError
 from spectrain.training import fit as fitting
 from spectrain.training import spire
 from spectrain.training.strategies import whole_state
 from tests.conftest import FIT_TOKENS
 
+DEATHS = {
+    "early": UserError("rows=3 must be even; give rows=4"),
+    "wrong": UserError("rows=3 must be even; give rows=4"),
+    "broken": RuntimeError("shapes differ"),
+    "full": torch.OutOfMemoryError("CUDA out of memory"),
+    "killed": None,
+}
+
 
 class Watch(Callback):
     """Notes rows and weights; strikes the signal, or spoils a weight of rank one, before the step after a given one."""
 
-    def __init__(self, folder: Path, interrupt: int | None, poison: int | None) -> None:
-        self.folder, self.interrupt, self.poison = folder, interrupt, poison
+    def __init__(self, folder: Path, interrupt: int | None, poison: int | None, dies: str | None) -> None:
+        self.folder, self.interrupt, self.poison, self.dies = folder, interrupt, poison, dies
+        if dies == "early":  # before ranks have met
+            self.die()
 
     def on_train_batch_start(self, trainer, module, batch, batch_idx):
+        if self.dies and trainer.global_step == 2:
+            self.die()
         if trainer.global_rank == 1 and trainer.global_step == self.poison:
             next(module.parameters()).data.fill_(float("nan"))
+
+    def die(self):
+        if os.environ["RANK"] == "1":
+            Path("dead").touch()
+            if DEATHS[self.dies]:
+                raise DEATHS[self.dies]
+            os.kill(os.getpid(), signal.SIGKILL)
 
     def on_train_batch_end(self, trainer, module, outputs, batch, batch_idx):
         with (self.folder / f"numbers-{trainer.global_rank}.jsonl").open("a") as file:
@@ -58,13 +79,14 @@ def run(
     arguments: list[str],
     interrupt: int | None = None,
     poison: int | None = None,
+    dies: str | None = None,
     rounds: bool = True,
     command: str = "spectrain.train",
 ) -> int:
     """One command; its exit code."""
     callbacks, leave_ranks, argv, fit_tokens = fitting.callbacks, cli.leave_ranks, sys.argv, spire.FIT_TOKENS
     spire.FIT_TOKENS, spire.STORED_DTYPE = FIT_TOKENS, torch.bfloat16 if rounds else torch.float32
-    fitting.callbacks = lambda cfg, run, peak: [Watch(run.path, interrupt, poison), *callbacks(cfg, run, peak)]
+    fitting.callbacks = lambda cfg, run, peak: [Watch(run.path, interrupt, poison, dies), *callbacks(cfg, run, peak)]
     cli.leave_ranks = lambda: None  # DeepSpeed keeps its groups for the life of a process
     sys.argv = [command, *arguments]
     try:
@@ -83,6 +105,7 @@ def main() -> None:
     if os.environ.get("RANK", "0") == "0":
         file.with_name("codes.json").write_text(json.dumps(codes))
     cli.leave_ranks()
+    sys.exit(codes[-1])
 
 
 if __name__ == "__main__":

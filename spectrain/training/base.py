@@ -15,6 +15,7 @@ from pathlib import Path
 import torch
 from lightning import LightningModule
 from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
 
 from spectrain.decoding import Drafter, TargetModel
 from spectrain.errors import UserError
@@ -24,6 +25,7 @@ from spectrain.training.losses import chunk_loss
 from spectrain.training.optim import OptimizerSettings, build_optimizer, warmup_then_down
 from spectrain.training.runs import RunFolder
 from spectrain.training.sources import Source
+from spectrain.training.strategies import ShardedStrategy
 from spectrain.training.sums import Sums
 
 log = logging.getLogger(__name__)
@@ -60,6 +62,15 @@ class Training(LightningModule):
         if self.compiles:
             self.compile_blocks()
             self.compiles = False
+
+    def configure_model(self) -> None:
+        if isinstance(self.trainer.strategy, ShardedStrategy) and not isinstance(self, FSDPModule):
+            self.trainer.strategy.shard(self, self.plain_blocks)
+
+    @property
+    def plain_blocks(self) -> list[nn.Module]:
+        """The blocks whose weights a step reads in their `forward` alone, once: FSDP2 gathers them one by one."""
+        return []
 
     def compile_blocks(self, backend: str = "inductor") -> None:
         """Compile what takes most of a step: the blocks of models, where they are ours, and the loss."""

@@ -20,7 +20,7 @@ from torch import Tensor
 from spectrain.errors import AllRanksError
 from spectrain.stores.signals import SAID, SIGNALS, FirstSignal
 from spectrain.training.checkpoints import PARTIAL, BestFolder, CheckpointFolder, remove
-from spectrain.training.strategies import whole_state
+from spectrain.training.strategies import share_of, whole_state
 
 log = logging.getLogger(__name__)
 
@@ -255,8 +255,7 @@ class StopOnBadLoss(Callback):
 
 def stop_at_bad_weights(trainer: Trainer, module: LightningModule, folder: CheckpointFolder) -> None:
     """Raise an AllRanksError on all ranks where a weight of one is NaN or infinite. All ranks call it."""
-    parts = (getattr(parameter, "ds_tensor", parameter) for parameter in module.parameters())  # ZeRO-3: its shard
-    bad = not all(bool(part.detach().isfinite().all()) for part in parts)
+    bad = not all(bool(share_of(parameter).detach().isfinite().all()) for parameter in module.parameters())
     stop_where(bad, trainer, folder, "a weight is NaN or infinite")
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 import os
 import sys
+import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -23,7 +24,7 @@ from torch.utils._triton import has_triton
 from spectrain.config import PACKAGE
 from spectrain.decoding import fingerprint
 from spectrain.decoding.memory import is_out_of_memory
-from spectrain.errors import UserError
+from spectrain.errors import LostRankError, UserError
 from spectrain.stores.environment import commit_of, environment
 from spectrain.stores.overlap import TRAINED_ON, Sample
 from spectrain.training.base import Parts
@@ -44,6 +45,8 @@ from spectrain.training.strategies import ZeroStrategy, check_shared, precision_
 log = logging.getLogger(__name__)
 
 OWN_OPTIONS = ("activation_checkpointing", "compile")  # of `trainer`, which Lightning does not know
+POLL_S = 0.1
+ENDS_WITHIN_S = 10.0  # a process that has closed its connections
 LOST_RANK = ("Connection closed by peer", "Connection reset by peer")  # as gloo says it
 
 
@@ -88,7 +91,7 @@ def fit(
     run.note_attempt(run.checkpoint_step, facts)
     for logger in of_wandb(trainer):
         logger.experiment.define_metric("eval/tau_expected", summary="max")  # by which sweeps choose
-    with naming_the_remedy(config["data"]):
+    with naming_the_remedy(config["data"], trainer):
         if not checkpoint:
             with trainer.precision_plugin.forward_context():  # as the steps, and as stores were computed
                 module.begin(data.train)
@@ -129,14 +132,16 @@ def compiles(options: Mapping, trainer: Trainer) -> bool:
 
 
 @contextmanager
-def naming_the_remedy(data: Mapping) -> Iterator[None]:
+def naming_the_remedy(data: Mapping, trainer: Trainer) -> Iterator[None]:
     """Turn running out of memory, and losing another rank, into a UserError that says what to change."""
     try:
         yield
     except Exception as error:
         lost = isinstance(error, RuntimeError) and any(said in str(error) for said in LOST_RANK)
         if lost or isinstance(error, torch.distributed.DistError):
-            raise UserError(
+            if has_spoken(trainer):
+                raise SystemExit(2) from error
+            raise LostRankError(
                 "another rank ended, and this one cannot go on alone; see what it said, then give the same command"
             ) from error
         if type(error).__module__.startswith(("torch._dynamo", "torch._inductor")):
@@ -150,6 +155,14 @@ def naming_the_remedy(data: Mapping) -> Iterator[None]:
             f"trainer.accumulate_grad_batches) or data.row_tokens={data['row_tokens']}, or give "
             "trainer.activation_checkpointing=true"
         ) from error
+
+
+def has_spoken(trainer: Trainer) -> bool:
+    """Whether a rank that Lightning started has ended with an error, which it has printed."""
+    processes, ends_s = getattr(trainer.strategy.launcher, "procs", ()), time.monotonic() + ENDS_WITHIN_S
+    while not any(codes := [one.poll() or 0 for one in processes]) and processes and time.monotonic() < ends_s:
+        time.sleep(POLL_S)
+    return max(codes, default=0) > 0
 
 
 def build_trainer(
@@ -247,5 +260,16 @@ def prepare_resume(checkpoint: Path, trainer: Trainer) -> None:
 def barrier(trainer: Trainer) -> None:
     """Under torchrun, wait for all ranks; Lightning starts the others itself, later."""
     if ranks_of_torchrun() and trainer.world_size > 1:
+        meet(trainer.global_rank, trainer.world_size)
         trainer.strategy.setup_environment()
         trainer.strategy.barrier()
+
+
+def meet(rank: int, n_ranks: int) -> None:
+    """Wait for all ranks of torchrun. If one has failed, SIGTERM ends this wait; it would end none of torch's own."""
+    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":  # a rank would have to be the server
+        return
+    store, *_ = next(torch.distributed.rendezvous("env://"))
+    store.set(f"here/{rank}", "")
+    while not store.check([f"here/{one}" for one in range(n_ranks)]):
+        time.sleep(POLL_S)

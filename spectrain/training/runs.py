@@ -329,7 +329,10 @@ def plain_name(name: str) -> str:
 def hashed(config: Mapping) -> dict:
     """Return the options that what is trained depends on."""
     kept = {key: value for key, value in config.items() if key not in NOT_HASHED}
-    for name, left_out in (("trainer", NOT_HASHED_OF_TRAINER), ("target", NOT_HASHED_OF_TARGET)):
+    of_trainer = NOT_HASHED_OF_TRAINER
+    if "deepspeed" not in str((kept.get("trainer") or {}).get("strategy")):  # the others share their checkpoints
+        of_trainer = (*of_trainer, "strategy")
+    for name, left_out in (("trainer", of_trainer), ("target", NOT_HASHED_OF_TARGET)):
         if isinstance(kept.get(name), Mapping):
             kept[name] = {key: value for key, value in kept[name].items() if key not in left_out}
     return kept

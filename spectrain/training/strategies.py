@@ -1,6 +1,7 @@
-"""Where a training runs: devices, precision, DeepSpeed's ZeRO on GPUs or CPU ranks, and whole weights of any strategy.
+"""Where a training runs: devices, precision, DeepSpeed's ZeRO and FSDP2 on GPUs or CPU ranks, and whole weights.
 
-ZeRO divides the optimizer's state and gradients (stage 2), and the parameters too (stage 3), among the ranks.
+ZeRO divides the optimizer's state and gradients (stage 2), and the parameters too (stage 3), among the ranks. FSDP2
+divides all three, and writes the checkpoints of a single process.
 """
 
 from __future__ import annotations
@@ -9,12 +10,17 @@ import logging
 import os
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import torch
 from lightning import LightningModule, Trainer
 from lightning.fabric.utilities.seed import reset_seed
-from lightning.pytorch.strategies import DeepSpeedStrategy
+from lightning.pytorch.strategies import DeepSpeedStrategy, ModelParallelStrategy
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard, register_fsdp_forward_method
+from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.optim import Optimizer
 
 from spectrain.errors import UserError
 from spectrain.kernels import multiplies
@@ -137,6 +143,77 @@ class CPUZeroStrategy(ZeroStrategy):
         return torch.device("cpu", 0)  # deepspeed reads the index
 
 
+class ShardedStrategy(ModelParallelStrategy):
+    """FSDP2 over all ranks: each keeps a share of the weights, gradients and optimizer state.
+
+    Weights are float32 and products in the trainer's precision by autocast, as on a single process, so that losses are
+    the same. A checkpoint is the single file of such a process, too: any number of ranks reads it, with FSDP2 or not.
+    """
+
+    lightning_restore_optimizer = True  # by `load_optimizer_state_dict`, as without FSDP2
+
+    def __init__(self) -> None:
+        super().__init__(save_distributed_checkpoint=False)
+
+    def setup_environment(self) -> None:
+        self._setup_distributed()
+
+    def shard(self, module: LightningModule, blocks: list[nn.Module]) -> None:
+        """Divide the weights of a module. `blocks` are gathered one by one, the rest for a whole step."""
+        mesh = init_device_mesh(self.root_device.type, (self.world_size,))
+        for part in (*blocks, module):
+            fully_shard(part, mesh=mesh)
+        for step in ("training_step", "validation_step"):
+            register_fsdp_forward_method(module, step)
+
+    def validation_step(self, *args: Any, **kwargs: Any) -> None:
+        super().validation_step(*args, **kwargs)
+        self.lightning_module.reshard()  # what a backward pass would do
+
+    def lightning_module_state_dict(self) -> dict[str, Tensor]:
+        return {name: self._gathered(one) for name, one in self.lightning_module.state_dict().items()}
+
+    def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
+        ours = self.lightning_module.state_dict()
+        state = {name: _divided_as(ours.get(name), one) for name, one in checkpoint["state_dict"].items()}
+        self.lightning_module.load_state_dict(state, strict=strict)
+
+    def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
+        state = optimizer.state_dict()
+        gathered = {i: {name: self._gathered(one) for name, one in of.items()} for i, of in state["state"].items()}
+        return state | {"state": gathered}
+
+    def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
+        (optimizer,), (state,) = self.optimizers, checkpoint["optimizer_states"]
+        ours = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+        divided = {
+            i: {name: _divided_as(ours[i] if one.ndim else None, one) for name, one in of.items()}
+            for i, of in state["state"].items()
+        }
+        optimizer.load_state_dict(state | {"state": divided})
+
+    def load_checkpoint(self, checkpoint_path: str | Path, weights_only: bool | None = None) -> dict[str, Any]:
+        return torch.load(checkpoint_path, map_location="cpu", mmap=True, weights_only=weights_only)
+
+    def _gathered(self, value: Tensor) -> Tensor | None:
+        """Put a tensor together on rank zero, in CPU memory; None on others. All ranks call it."""
+        whole = value.full_tensor() if isinstance(value, DTensor) else value
+        return whole.cpu() if self.is_global_zero else None
+
+
+def _divided_as(parameter: Tensor | None, value: Tensor) -> Tensor:
+    """Return this rank's share of a whole tensor, if the parameter that it belongs to is divided."""
+    if not isinstance(parameter, DTensor):
+        return value
+    device = parameter.to_local().device
+    return distribute_tensor(value.to(device), parameter.device_mesh, parameter.placements, src_data_rank=None)
+
+
+def share_of(parameter: nn.Parameter) -> Tensor:
+    """Return what this rank holds of a parameter."""
+    return parameter.to_local() if isinstance(parameter, DTensor) else getattr(parameter, "ds_tensor", parameter)
+
+
 def whole_state(trainer: Trainer, module: LightningModule) -> dict[str, Tensor] | None:
     """Gather the weights in training from all ranks. All ranks call it, between optimizer steps of a fit.
 
@@ -160,6 +237,8 @@ def whole_state(trainer: Trainer, module: LightningModule) -> dict[str, Tensor] 
 
 def _whole(parameter: nn.Parameter) -> Tensor:
     """The whole of a parameter of which this rank may hold a shard, float32 where DeepSpeed steps it so."""
+    if isinstance(parameter, DTensor):
+        return parameter.full_tensor()
     partitioned = hasattr(parameter, "ds_id")
     if not partitioned and not hasattr(parameter, "_hp_mapping"):
         return parameter

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from spectrain.decoding import Drafter, TargetModel
@@ -71,6 +71,10 @@ class LanguageModelTraining(Training):
     @property
     def width(self) -> int:
         return self.model.config.hidden_size
+
+    @property
+    def plain_blocks(self) -> list[nn.Module]:
+        return list(find_blocks(self.model))
 
     def recompute_activations(self) -> None:
         """Compute the inside of blocks again in the backward pass, in place of keeping it."""

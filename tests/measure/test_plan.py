@@ -124,6 +124,10 @@ def test_bytes_of_a_rank_are_those_of_the_arithmetic(tiny):
     of_stage = {stage: Outline.of(one).weights(2) for stage, one in stages.items()}
     assert [of_stage[2][name] for name in ("drafter", "optimizer")] == [2 * n, 12 * n // 2]  # as training_bytes.json
     assert of_stage[3]["drafter"] == 2 * n // 2 + 2 * n
+    fsdp = Outline.of(config_of(*options, "trainer=fsdp", "trainer.accelerator=cpu"))
+    assert [fsdp.weights(2)[name] for name in ("drafter", "optimizer")] == [4 * n // 2, 8 * n // 2]
+    step = fsdp.step(2)  # all is gathered for it, and a share of the gradients is kept
+    assert fsdp.pass_bytes(step, 2) == step.peak_bytes + 4 * n + 4 * n // 2
     plan = plan_of(config, Machine(PEAKS, None, training_share=0.5), 2)
     assert plan.steps == round(0.9 * n / (4 * 32))
     assert plan.hours == pytest.approx(plan.steps * plan.step_s / 3600)

@@ -23,7 +23,6 @@ from tests.conftest import VOCAB_SIZE, tiny_model
 from tests.data_prep.conftest import caller
 
 gguf = pytest.importorskip("gguf", reason="GGUF files are written with the package gguf: pip install -e '.[test]'")
-pytest.importorskip("accelerate", reason="transformers reads GGUF files with accelerate: pip install -e '.[test]'")
 
 FOLDER = Path("checkpoints/smollm2-135m")
 LETTERS = [chr(code) for code in range(ord("A"), ord("A") + VOCAB_SIZE - 5)]  # 4 special tokens and one merge

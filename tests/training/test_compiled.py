@@ -95,7 +95,7 @@ def test_a_refused_recompilation_is_an_error_that_names_the_remedy(monkeypatch):
     double = compiled(lambda x: 2 * x, "eager")
     double(torch.ones(3))
     said = "torch.compile refused.*recompile limit exceeded.*give trainer.compile=none"
-    with pytest.raises(UserError, match=said), fitting.naming_the_remedy({}):
+    with pytest.raises(UserError, match=said), fitting.naming_the_remedy({}, None):
         double(torch.ones(3, 3))
 
 

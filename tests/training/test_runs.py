@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 
-from spectrain.errors import UserError
+from spectrain.errors import LostRankError, UserError
 from spectrain.stores import environment
 from spectrain.training import fit as fitting
 from spectrain.training import runs
@@ -120,15 +121,18 @@ def test_an_export_is_replaced_by_its_own_run_only(tmp_path):
 def test_a_training_out_of_memory_names_what_to_lower(error):
     with (
         pytest.raises(UserError, match=r"data.batch_size=4 .* data.row_tokens=1024, or give trainer.activation_check"),
-        fitting.naming_the_remedy(config_of("+exp=spire")["data"]),
+        fitting.naming_the_remedy(config_of("+exp=spire")["data"], None),
     ):
         raise error
 
 
-def test_a_rank_that_lost_another_says_so():
+@pytest.mark.parametrize(
+    ("code", "kind"), [(None, LostRankError), (-9, LostRankError), (2, SystemExit)], ids=["elsewhere", "killed", "said"]
+)
+def test_a_rank_that_lost_another_says_so_unless_that_one_has_spoken(code, kind):
     lost = RuntimeError("[pair.cc:553] Connection closed by peer [127.0.0.1]:22934. This is typically caused by\nmore")
-    with (
-        pytest.raises(UserError, match="another rank ended, and this one cannot go on alone"),
-        fitting.naming_the_remedy(config_of("+exp=spire")["data"]),
-    ):
+    launched = SimpleNamespace(procs=[SimpleNamespace(poll=lambda: code)]) if code else None
+    trainer = SimpleNamespace(strategy=SimpleNamespace(launcher=launched))
+    said = "2" if kind is SystemExit else "another rank ended, and this one cannot go on alone"
+    with pytest.raises(kind, match=said), fitting.naming_the_remedy({}, trainer):
         raise lost

@@ -1,4 +1,4 @@
-"""Training on two real CPU ranks over gloo: DDP and ZeRO-2 and 3 train, save, resume and export as one rank does."""
+"""Training on two real CPU ranks over gloo: DDP, ZeRO-2 and 3, and FSDP2 train, save, resume and export as one rank."""
 
 from __future__ import annotations
 
@@ -35,6 +35,7 @@ from tests.data_prep.conftest import save_responses
 ROOT = Path(__file__).parent.parent.parent
 STEPS, BATCH = 6, 4
 ZERO = ("deepspeed_zero2", "deepspeed_zero3")
+DIVIDED = (*ZERO, "fsdp")
 SPIRE = ("+exp=spire", "export_dtype=float32")  # exports are compared
 VARIANTS = {  # what else must train under ZeRO-3, in bfloat16
     "untied": ["+exp=spire", "k=1", "init=random"],
@@ -42,6 +43,7 @@ VARIANTS = {  # what else must train under ZeRO-3, in bfloat16
     "few tokens": ["+exp=spire", "draft_vocab=100", "unembedding=trained", "select.every=1"],
     "vanilla": ["+exp=vanilla", "optimizer.name=adamw", "trainer.activation_checkpointing=true", "select.every=1"],
 }
+MUON = ("+exp=vanilla", "trainer.activation_checkpointing=true", "max_steps=2")
 
 
 @pytest.fixture(scope="module")
@@ -76,7 +78,8 @@ def small(shared, tmp_path_factory) -> list[str]:
 def runs(small, shared, tmp_path_factory) -> Path:
     """Runs of all strategies on two ranks; `one` on one.
 
-    `one_two_one` and `<trainer>_cut` are interrupted and resumed, `<trainer>_anew` resumed on one rank.
+    `one_two_one` and `<trainer>_cut` are interrupted and resumed, `<trainer>_anew` resumed on one rank. `exchanged`
+    goes from DDP to FSDP2 and back.
     """
     folder = tmp_path_factory.mktemp("runs")
 
@@ -86,10 +89,13 @@ def runs(small, shared, tmp_path_factory) -> Path:
 
     switching = [*SPIRE, "trainer=ddp", "run_dir=one_two_one", "trainer.devices=1"]
     jobs = [job("one_two_one", *SPIRE, "trainer=ddp", interrupt=3)]
-    for trainer in ZERO:
+    for trainer in DIVIDED:
         arguments = [*SPIRE, f"trainer={trainer}"]
         jobs += [job(trainer, *arguments), job(f"{trainer}_cut", *arguments, interrupt=2)]
         jobs += [job(f"{trainer}_cut", *arguments), job(f"{trainer}_anew", *arguments, interrupt=3)]
+    jobs += [job("ddp", *SPIRE, "trainer=ddp"), job("exchanged", *SPIRE, "trainer=ddp", interrupt=1)]
+    jobs += [job("exchanged", *SPIRE, "trainer=fsdp", interrupt=3), job("exchanged", *SPIRE, "trainer=ddp")]
+    jobs += [job(f"{trainer}_muon", *MUON, f"trainer={trainer}") for trainer in ("ddp", "fsdp")]
     jobs.append(job("poisoned", "+exp=vanilla", "trainer=ddp", "checkpoint_s=0", poison=2))
     jobs += [job("offload", *SPIRE, "trainer=deepspeed_zero2_offload", "max_steps=2")]
     save_responses(folder / "answers", load_target(shared / "target", device="cpu"), 90)
@@ -106,7 +112,7 @@ def runs(small, shared, tmp_path_factory) -> Path:
         assert ranks.run([*small, *own, "trainer=cpu", "run_dir=own_one", "out=own_one-exported"]) == 0
         assert ranks.run([*small, *switching], interrupt=1) == 130
         on_ranks(2, folder, jobs)
-        on_ranks(1, folder, [job(f"{trainer}_anew", *SPIRE, f"trainer={trainer}") for trainer in ZERO])
+        on_ranks(1, folder, [job(f"{trainer}_anew", *SPIRE, f"trainer={trainer}") for trainer in DIVIDED])
         assert ranks.run([*small, *switching, "out=one_two_one-exported"]) == 0
     finally:
         os.chdir(before)
@@ -160,11 +166,11 @@ def largest_difference(left: dict, right: dict) -> float:
     return max((left[name].float() - right[name].float()).abs().max().item() for name in left)
 
 
-RESUMED = ["one_two_one", *(f"{trainer}_{how}" for trainer in ZERO for how in ("cut", "anew"))]
+RESUMED = ["one_two_one", *(f"{trainer}_{how}" for trainer in DIVIDED for how in ("cut", "anew")), "exchanged"]
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("run", [*RESUMED, *ZERO, "offload"])
+@pytest.mark.parametrize("run", [*RESUMED, *DIVIDED, "offload"])
 def test_losses_are_those_of_one_rank_with_the_same_batches(runs, run):
     expected, found = losses(runs / "one"), losses(runs / run)
     steps = range(2 if run == "offload" else STEPS)
@@ -195,28 +201,29 @@ def test_every_step_sees_the_rows_of_an_uninterrupted_run_and_none_twice(runs, r
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("trainer", ZERO)
-def test_zero_resumes_exactly_at_its_rank_count(runs, trainer):
+@pytest.mark.parametrize("trainer", DIVIDED)
+def test_divided_weights_resume_exactly_at_their_rank_count(runs, trainer):
     assert losses(runs / f"{trainer}_cut") == losses(runs / trainer)
     whole, cut = (load_file(runs / f"{name}-exported/model.safetensors") for name in (trainer, f"{trainer}_cut"))
     assert largest_difference(whole, cut) == 0
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("run", ["one", *RESUMED, *ZERO, "offload", *VARIANTS])
+@pytest.mark.parametrize("run", ["one", *RESUMED, *DIVIDED, "offload", *VARIANTS, "fsdp_muon"])
 def test_checkpoint_and_whole_state_hold_the_drafter_alone_and_agree(runs, run):
     checkpoint = CheckpointFolder(runs / run / "checkpoints").newest()
-    assert ranks_of(checkpoint) == (None if run.startswith("one") else 1 if run.endswith("anew") else 2)
+    is_file = run.startswith(("one", "fsdp", "exchanged"))
+    assert ranks_of(checkpoint) == (None if is_file else 1 if run.endswith("anew") else 2)
     weights, whole = whole_weights(checkpoint), load_file(runs / run / "whole.safetensors")
     kept = {name.split(".")[0] for name in weights}
-    assert kept == {"model" if run == "vanilla" else "drafter"}  # nothing of the frozen target
+    assert kept == {"model" if run in ("vanilla", "fsdp_muon") else "drafter"}  # nothing of the frozen target
     assert all(tensor.dtype == torch.float32 for tensor in whole.values())
     assert largest_difference(weights, whole) == 0
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("trainer", ZERO)
-def test_pieces_of_deepspeed_are_exported_as_training_exports(runs, trainer, monkeypatch):
+@pytest.mark.parametrize("trainer", DIVIDED)
+def test_divided_weights_are_exported_as_training_exports(runs, trainer, monkeypatch):
     monkeypatch.chdir(runs)
     monkeypatch.setattr(sys, "argv", ["spectrain.export", f"run={trainer}", f"out={trainer}-again", "weights=last"])
     run_command("spectrain.export")
@@ -235,6 +242,21 @@ def test_a_bad_loss_on_one_of_two_ranks_stops_both_and_one_says_it(runs):
     assert re.search(r"the loss is NaN or infinite at step 3, the last good checkpoint is .*2.ckpt", line)
     assert [file.name for file in (runs / "poisoned/checkpoints").glob("*.ckpt")] == ["step-00000002.ckpt"]
     assert "Traceback" not in said
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("run", ["fsdp", "fsdp_cut", "exchanged"])
+def test_fsdp_equals_ddp_and_takes_turns_with_it(runs, run):
+    """Two gradients have one sum, and a norm below 1 clips nothing, so that even the bits are equal."""
+    assert losses(runs / run) == losses(runs / "ddp")
+    assert largest_difference(*(load_file(runs / name / "whole.safetensors") for name in (run, "ddp"))) == 0
+
+
+@pytest.mark.slow
+def test_muon_steps_divided_matrices_up_to_its_rounding(runs):
+    ddp, fsdp = (losses(runs / f"{name}_muon") for name in ("ddp", "fsdp"))
+    assert ddp[0] == fsdp[0]
+    assert ddp[1] == pytest.approx(fsdp[1], abs=2e-3) != ddp[0]
 
 
 PREVIOUS = {"input": "projected", "unembedding": "target", "previous_state": True}
