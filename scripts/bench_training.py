@@ -8,7 +8,8 @@ turns. Ratios compare two neighbouring steps and are medians with a 95 % bootstr
 
     python scripts/bench_training.py --target checkpoints/pystdlib-8l --memory
 
-Compares the memory of steps that plan=true says with the peak of the resident set, one process per configuration.
+Compares the memory of steps that plan=true says with the peak of the resident set, one process per configuration, and
+says how many microseconds of the processor a token takes: of the target's features, and of all else.
 
     python scripts/bench_training.py --target smollm2 --chats 20000
 
@@ -50,6 +51,7 @@ from spectrain.config.commands import Corpus
 from spectrain.config.training import Optimizer
 from spectrain.decoding import TargetModel, load_target
 from spectrain.decoding.lean import shape_of
+from spectrain.decoding.target import Features
 from spectrain.measure.settled import plan_for, settled
 from spectrain.measure.statistics import median
 from spectrain.models.pruned_init import last_layers, new_drafter
@@ -73,6 +75,7 @@ CONFIGURATIONS = (
     "data.row_tokens=1024 n_layer=4 trainer.activation_checkpointing=true",
     "data.row_tokens=1024 data.batch_size=16 trainer.precision=32-true",
     "data.row_tokens=1024 data.batch_size=16 input=tied previous_state=false",
+    *(f"data.row_tokens={n} data.batch_size={max(1, (1 << 14) // n)}" for n in (1024, 4096, 16384, 65536)),
 )
 
 STEPS = 25
@@ -192,15 +195,18 @@ def report_memory(args: argparse.Namespace) -> None:
         # Else the system's allocator keeps what is freed, in pieces: 15 to 30 % more, which a GPU's counter leaves out.
         env = os.environ | {"MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "65536"}
         out = subprocess.run(command, check=True, capture_output=True, text=True, env=env)
-        planned, measured = map(int, out.stdout.split()[-2:])
+        planned, measured, *microseconds = map(float, out.stdout.split()[-4:])
         sizes = (f"{n / 2**20:,.0f} MiB" for n in (planned, measured))
-        rows.append([options, *sizes, f"{planned / measured - 1:+.1%}"])
+        rows.append([options, *sizes, f"{planned / measured - 1:+.1%}", *(f"{us:.1f}" for us in microseconds)])
         print(*rows[-1], sep="  ", flush=True)
     print(json.dumps(rows))
 
 
-def planned_and_measured(overrides: Sequence[str]) -> tuple[int, int]:
-    """Bytes that a training's steps add to its weights: as plan=true says, and as the system counts (Linux)."""
+def planned_and_measured(overrides: Sequence[str]) -> tuple[float, ...]:
+    """Bytes that a training's steps add to its weights, as plan=true says and as the system counts (Linux).
+
+    Behind them stand the microseconds of the processor that a token takes in the target, and in all else.
+    """
     options = plain(options_of("train", composed("train", *overrides)))
     config = settled(options)
     plan, _ = plan_for(config)
@@ -210,6 +216,15 @@ def planned_and_measured(overrides: Sequence[str]) -> tuple[int, int]:
     if config["trainer"]["activation_checkpointing"]:
         module.recompute_activations()
     half = torch.autocast("cpu", torch.bfloat16, enabled=config["trainer"]["precision"] == "bf16-mixed")
+
+    of_target, features = [], module.target.features
+
+    def timed(*args: Tensor | None) -> Features:
+        start, found = time.process_time(), features(*args)
+        of_target.append(time.process_time() - start)
+        return found
+
+    module.target.features = timed
 
     def step(n_rows: int, row_tokens: int) -> None:
         tokens = torch.randint(0, module.target.vocab_size, (n_rows, row_tokens))
@@ -222,9 +237,13 @@ def planned_and_measured(overrides: Sequence[str]) -> tuple[int, int]:
     step(1, 64)  # compiles, starts threads, makes the optimizer's state
     Path("/proc/self/clear_refs").write_text("5")
     before = resident_peak_bytes()
+    n_rows, row_tokens, seconds = config["data"]["batch_size"], config["data"]["row_tokens"], []
     for _ in range(2):
-        step(config["data"]["batch_size"], config["data"]["row_tokens"])
-    return plan.memory["forward and backward pass"], resident_peak_bytes() - before
+        start = time.process_time()
+        step(n_rows, row_tokens)
+        seconds.append(time.process_time() - start - of_target[-1])
+    of_token = (1e6 * min(one) / (n_rows * row_tokens) for one in (of_target[1:], seconds))
+    return plan.memory["forward and backward pass"], resident_peak_bytes() - before, *of_token
 
 
 def report_ranks(args: argparse.Namespace) -> None:

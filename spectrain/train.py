@@ -34,6 +34,7 @@ from spectrain.config import plain
 from spectrain.config.training import Train
 from spectrain.decoding import Drafter
 from spectrain.errors import FinishedRun, UserError
+from spectrain.measure.plan import meta_target
 from spectrain.measure.plots import calibration, training_pictures, write_png
 from spectrain.measure.settled import peak_tokens_per_s, plan_for, settled
 from spectrain.measure.tables import depth_table, head_table, memory_table, show, speed_table, tau_table
@@ -47,6 +48,7 @@ from spectrain.training.callbacks import UNKNOWN_STEPS
 from spectrain.training.fit import final_metrics, fit, target_device
 from spectrain.training.loggers import answer_agent, publish
 from spectrain.training.runs import RunFolder, run_of_agent
+from spectrain.training.sources import check_row_tokens
 
 log = logging.getLogger(__name__)
 
@@ -122,6 +124,7 @@ def show_plan(config: dict) -> None:
     if not config["plan"]:
         log.info("%s", plan.sentence(machine))
         return
+    check_row_tokens(config["data"]["row_tokens"], meta_target(config["target"]))
     show([("memory of one rank", memory_table(plan, machine))], columns=100)
     Console().print(f"{plan.sentence(machine)}\n", highlight=False)
     if config["kind"] == "spire":

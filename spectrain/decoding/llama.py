@@ -9,7 +9,7 @@ Letters: K key/value heads, G = H / K, E width of a head, F width of the MLP.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -20,6 +20,8 @@ from transformers.activations import ACT2FN
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from spectrain.decoding.kv_cache import KVCache
+
+PIECE_TOKENS = 4096  # of whole texts, whose states inside a block lie in memory at the same time
 
 
 @dataclass(frozen=True)
@@ -135,6 +137,23 @@ def grouped(mask: Tensor | None, shape: LlamaShape) -> Tensor | None:
     return mask if mask is None or n_groups == 1 else mask.repeat(1, 1, n_groups, 1)
 
 
+def in_pieces(function: Callable[..., Sequence[Tensor]], size: int, dim: int, *inputs: Tensor) -> Sequence[Tensor]:
+    """Call a function that treats every token alike for `size` tokens at a time.
+
+    inputs: [B, n, ..] of n tokens each. Returns the tensors of all tokens, which are at dimension `dim` of each.
+    """
+    n_tokens = inputs[0].shape[1]
+    if n_tokens <= size:
+        return function(*inputs)
+    whole: list[Tensor] = []
+    for start in range(0, n_tokens, size):
+        parts = function(*(one[:, start : start + size] for one in inputs))
+        whole = whole or [one.new_empty(*one.shape[:dim], n_tokens, *one.shape[dim + 1 :]) for one in parts]
+        for one, part in zip(whole, parts, strict=True):
+            one.narrow(dim, start, part.shape[dim]).copy_(part)
+    return whole
+
+
 class LlamaBlock(nn.Module):
     """One decoder block whose keys may come from elsewhere than its input.
 
@@ -213,9 +232,22 @@ class LlamaBlock(nn.Module):
         return self.after_attention(x, attention(queries, every.keys, every.values, mask)), own
 
     def of_text(self, x: Tensor, rope: tuple[Tensor, Tensor], mask: Tensor | None) -> Tensor:
-        """Run the block over whole texts x [B, n, D]; for `rope` and `mask` see `forward` and `attention`."""
-        queries, own = self.queries_keys_values(x, rope)
-        return self.after_attention(x, attention(queries, own.keys, own.values, mask))
+        """Run the block over whole texts x [B, n, D]; for `rope` and `mask` see `forward` and `attention`.
+
+        What surrounds attention is computed for PIECE_TOKENS at a time, so long texts take little more than their x.
+        """
+        size = max(1, PIECE_TOKENS // len(x))
+        attended = attention(*in_pieces(self.before_in_text, size, 2, x, *rope), mask)
+        return in_pieces(self.after_in_text, size, 1, x, attended)[0]
+
+    def before_in_text(self, x: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Return queries, keys and values; see `queries_keys_values`. It is compiled apart from that of steps."""
+        queries, own = self.queries_keys_values(x, (cos, sin))
+        return queries, own.keys, own.values
+
+    def after_in_text(self, x: Tensor, attended: Tensor) -> tuple[Tensor]:
+        """See `after_attention`."""
+        return (self.after_attention(x, attended),)
 
     def _own(self, rope: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
         """Return cos and sin of this block's type, [B, n, E]."""
@@ -258,13 +290,14 @@ class LlamaDecoder(nn.Module):
         """
         x = self.embed_tokens(tokens).to(self.norm.weight.dtype)
         rope, mask = self.rope(positions), grouped(additive(mask, x.dtype), self.shape)
-        inputs = []
+        inputs = {}
         for i, block in enumerate(self.blocks):
-            inputs.append(x)
+            if i in capture_layers:
+                inputs[i] = x
             if cache is None:
                 x = block.of_text(x, rope, mask)
                 continue
             queries, own = block.queries_keys_values(x, rope)
             x = block.after_attention(x, attention(queries, *cache.update(own.keys, own.values, i), mask))
-        final = self.norm(x)
-        return final, [[*inputs, final][layer] for layer in capture_layers]
+        inputs[-1] = self.norm(x)
+        return inputs[-1], [inputs[layer] for layer in capture_layers]

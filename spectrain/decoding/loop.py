@@ -173,10 +173,9 @@ def check_prompt(target: TargetModel, prompt: Sequence[int], max_new_tokens: int
             "tokenize it with the target's tokenizer"
         )
     if len(prompt) + max_new_tokens > target.max_positions:
-        where = ", where its RoPE of type longrope changes" if target.max_positions == target.rope_tokens else ""
         raise UserError(
             f"{name} has {len(prompt)} tokens and max_new_tokens={max_new_tokens}, but the target's context holds "
-            f"{target.max_positions}{where}; shorten the prompt or lower max_new_tokens"
+            f"{target.limit}; shorten the prompt or lower max_new_tokens"
         )
 
 

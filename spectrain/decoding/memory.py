@@ -1,8 +1,18 @@
-"""Turn an out-of-memory error into advice."""
+"""Turn an out-of-memory error into advice; and which device a planned step stands for."""
 
 from __future__ import annotations
 
+from contextvars import ContextVar
+
 import torch
+
+# The device that a step on `meta`, which has no autocast, stands for, and the dtype of its products.
+PLANNED: ContextVar[tuple[str, torch.dtype]] = ContextVar("planned", default=("cuda", torch.bfloat16))
+
+
+def kind_of(device: torch.device) -> str:
+    """Return the type of a device, or of the one that `meta` stands for."""
+    return PLANNED.get()[0] if device.type == "meta" else device.type
 
 
 def is_out_of_memory(error: BaseException) -> bool:

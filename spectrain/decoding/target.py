@@ -10,7 +10,6 @@ import copy
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache, partial
-from itertools import pairwise
 from typing import TypeVar
 
 import torch
@@ -20,16 +19,17 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from spectrain.decoding.kv_cache import KVCache
 from spectrain.decoding.lean import LLAMA_LIKE, LeanEngine, shape_of, why_not_fused, why_not_lean
+from spectrain.decoding.llama import in_pieces
 from spectrain.decoding.masks import (
     MOST_MASKED,
     Nodes,
     causal_mask,
-    document_offsets,
-    length_buckets,
+    each_alone,
     nodes_mask,
     packed_mask,
     tree_mask,
 )
+from spectrain.decoding.memory import kind_of
 from spectrain.decoding.modules import TransformersEngine, check_supported
 from spectrain.decoding.sharded import TensorGroup
 from spectrain.decoding.tree import DraftTree
@@ -191,6 +191,12 @@ class TargetModel:
         return min(longest, self.rope_tokens or longest)
 
     @property
+    def limit(self) -> str:
+        """Its `max_positions` for messages, and why they are fewer than its config says."""
+        where = ", where its RoPE of type longrope changes" if self.max_positions == self.rope_tokens else ""
+        return f"{self.max_positions}{where}"
+
+    @property
     def rope_tokens(self) -> int | None:
         """Tokens up to which RoPE of type longrope has the same frequencies, None for other types.
 
@@ -218,29 +224,30 @@ class TargetModel:
     def dtype(self) -> torch.dtype:
         return self._engine.dtype
 
-    def forward(self, tokens: Tensor, starts: Tensor | None = None) -> TargetOutput:
+    def forward(self, tokens: Tensor) -> TargetOutput:
         """Run a plain causal forward over tokens [B, T] int64 without a cache, for training and teacher forcing.
 
         Returns logits [B, T, V] and captured [B, T, C, D]. The caller decides about gradients. No mask is built: sdpa
-        runs with `is_causal`, so memory is linear in T. For `starts` see `packed_mask`.
+        runs with `is_causal`, so memory is linear in T.
         """
-        positions, mask = (None, None) if starts is None else packed_mask(starts)
-        logits, captured, _ = self._engine.run(tokens, positions, mask=mask, capture_layers=self.capture_layers)
-        at = torch.arange(tokens.shape[1], device=tokens.device).expand_as(tokens) if positions is None else positions
-        return TargetOutput(logits, _stacked(captured), at)
+        logits, captured, _ = self._engine.run(tokens, capture_layers=self.capture_layers)
+        positions = torch.arange(tokens.shape[1], device=tokens.device).expand_as(tokens)
+        return TargetOutput(logits, _stacked(captured), positions)
 
     def features(self, tokens: Tensor, starts: Tensor | None = None) -> Features:
         """Run a plain causal forward over tokens [B, T] int64 that computes the logits of one position only.
 
-        With `starts`, documents that are packed into a row do not see each other (see `packed_mask`).
+        With `starts`, documents that are packed into a row do not see each other (see `packed_mask`). Memory is linear
+        in T, but for the masks of packed rows of up to MOST_MASKED tokens.
         """
-        if starts is not None and (self.device.type == "cpu" or starts.shape[1] > MOST_MASKED):
-            return self._features_of_documents(tokens, starts)
-        positions, mask = (None, None) if starts is None else packed_mask(starts)
-        _, captured, final = self._engine.run(
-            tokens, positions, mask=mask, capture_layers=self.capture_layers, kept=lambda hidden: hidden[:, :1]
-        )
-        return Features(_stacked(captured), final)
+        if starts is None:
+            states = self._states_of_texts(tokens)
+        elif kind_of(self.device) == "cpu" or starts.shape[1] > MOST_MASKED:
+            states = each_alone(self._states_of_texts, tokens, starts)
+        else:
+            states = self._states(tokens, *packed_mask(starts))
+        *captured, final = states
+        return Features(captured[0] if captured else None, final)
 
     def features_of_own(self, tokens: Tensor, starts: Tensor | None = None) -> Features:
         """Return the `features` of rows that this rank has alone, and the others of its group others.
@@ -255,23 +262,33 @@ class TargetModel:
                 own = found
         return own
 
-    def _features_of_documents(self, tokens: Tensor, starts: Tensor) -> Features:
-        """Run each packed document as a text of its own, in batches of similar length.
+    def _states_of_texts(self, tokens: Tensor) -> Sequence[Tensor]:
+        """Return the captured states [B, T, C, D], if there are any, and the final ones [B, T, D]."""
+        (n_rows, n_tokens), size = tokens.shape, self.prefill_chunk
+        if self.engine == "lean" or n_tokens <= MOST_MASKED:
+            return self._states(tokens)
+        # Modules of transformers would make masks of T x T for windows, so they read a long text piece by piece.
+        cache, starts = KVCache(n_rows, n_tokens=n_tokens), iter(range(0, n_tokens, size))
 
-        On a CPU this is faster than one forward behind a mask of T x T, which on a GPU long rows have no memory for.
-        """
-        offsets, flat, found = document_offsets(starts), tokens.flatten(), None
-        lengths = [stop - start for start, stop in pairwise(offsets)]
-        for batch in length_buckets(lengths, tokens.numel()):
-            texts = [flat[offsets[i] : offsets[i + 1]] for i in batch]
-            part = self.features(torch.nn.utils.rnn.pad_sequence(texts, batch_first=True))
-            parts = [one for one in (part.captured, part.final_hidden) if one is not None]
-            found = found or [one.new_empty(len(flat), *one.shape[2:]) for one in parts]
-            for row, i in enumerate(batch):
-                for whole, one in zip(found, parts, strict=True):
-                    whole[offsets[i] : offsets[i + 1]] = one[row, : lengths[i]]
-        *captured, final = (whole.unflatten(0, tokens.shape) for whole in found)
-        return Features(captured[0] if captured else None, final)
+        def states(tokens: Tensor, positions: Tensor) -> list[Tensor]:
+            start, n = next(starts), tokens.shape[1]
+            cache.begin(range(n_rows), [start] * n_rows, n)
+            mask = causal_mask(n, start + n, tokens.device) if start else None
+            return self._states(tokens, positions, mask, cache)
+
+        return in_pieces(states, size, 1, tokens, torch.arange(n_tokens, device=tokens.device).expand(n_rows, -1))
+
+    def _states(
+        self,
+        tokens: Tensor,
+        positions: Tensor | None = None,
+        mask: Tensor | None = None,
+        cache: KVCache | None = None,
+    ) -> list[Tensor]:
+        _, captured, final = self._engine.run(
+            tokens, positions, cache, mask, self.capture_layers, kept=lambda hidden: hidden[:, :1]
+        )
+        return [_stacked(captured), final] if captured else [final]
 
     def logits_of(self, hidden: Tensor) -> Tensor:
         """Return the logits [..., V] of final hidden states [..., D], as a forward computes them."""

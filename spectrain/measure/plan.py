@@ -19,12 +19,12 @@ from torch import nn
 
 from spectrain.decoding import TargetModel
 from spectrain.decoding.loading import DTYPES
+from spectrain.decoding.memory import PLANNED
 from spectrain.errors import UserError
 from spectrain.measure.cost import Hardware, empty_model
 from spectrain.measure.dry_step import StepCost, cost_of
 from spectrain.training.base import Experiment, Training
 from spectrain.training.data import RowBatch
-from spectrain.training.losses import PLANNED
 from spectrain.training.optim import is_matrix
 from spectrain.training.runs import RunFolder
 from spectrain.training.strategies import check_shared

@@ -76,7 +76,7 @@ class Training(LightningModule):
         """Compile what takes most of a step: the blocks of models, where they are ours, and the loss."""
         self.chunk_loss = compiled(chunk_loss, backend)
         if self.target is not None and self.target.device.type != "cpu":  # where it has kernels of its own
-            compile_methods(self.target.text_blocks, ("of_text",), backend)
+            compile_methods(self.target.text_blocks, ("before_in_text", "after_in_text"), backend)
 
     def weighted_by_ranks(self, mean: Tensor, learned: Tensor) -> Tensor:
         """Weigh a rank's mean over its `learned` positions, so that the mean over ranks is that over all positions."""

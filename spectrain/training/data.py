@@ -24,7 +24,7 @@ from torch.utils.data import DataLoader
 from spectrain.stores.features import FeatureStore
 
 READ_AHEAD = 4  # batches, each read by its own thread: one thread alone would not keep up with a GPU
-COUNTED_ROWS = 4096  # at once
+COUNTED_TOKENS = 1 << 22  # at once
 POOL_BATCHES = 16  # batches among which rows are sorted by length
 
 
@@ -94,13 +94,17 @@ class TokenRows:
 
     def texts(self) -> Iterator[np.ndarray]:
         """Yield all tokens, some rows at a time."""
-        return (self.tokens[i : i + COUNTED_ROWS].flatten().numpy() for i in range(0, len(self), COUNTED_ROWS))
+        return (self.tokens[rows].flatten().numpy() for rows in self._parts())
+
+    def _parts(self) -> Iterator[slice]:
+        """Yield the places of all rows, some at a time, because they lie on disk."""
+        size = max(1, COUNTED_TOKENS // self.tokens.shape[1])
+        return (slice(start, start + size) for start in range(0, len(self), size))
 
     def token_counts(self, vocab_size: int) -> Tensor:
         """Count each token, [V] int64; of rows with responses only those of responses."""
         counts = torch.zeros(vocab_size, dtype=torch.int64)
-        for start in range(0, len(self), COUNTED_ROWS):  # they lie on disk
-            rows = slice(start, start + COUNTED_ROWS)
+        for rows in self._parts():
             tokens = self.tokens[rows] if self.is_response is None else self.tokens[rows][self.is_response[rows]]
             counts += torch.bincount(tokens.flatten(), minlength=vocab_size)
         return counts

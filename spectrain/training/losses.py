@@ -13,19 +13,18 @@ Letters: N positions (of all rows, flattened), n of a chunk, D hidden size, V vo
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextvars import ContextVar
 from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from spectrain.decoding.memory import PLANNED, kind_of
+
 MOST_LOGITS = {"cpu": 1 << 22}  # of a chunk: 16 MB, for which a CPU's allocator need not ask the system each time
 MOST_LOGITS_ELSEWHERE = 1 << 26  # with fewer positions a GPU waits for the unembedding, which each chunk reads
 TILE = 128  # positions that a GPU multiplies together
 Chunk = Callable[..., tuple[Tensor, Tensor | None, Tensor | None]]
-# The device that a step on `meta`, which has no autocast, stands for, and the dtype of its products.
-PLANNED: ContextVar[tuple[str, torch.dtype]] = ContextVar("planned", default=("cuda", torch.bfloat16))
 
 
 @dataclass(frozen=True)
@@ -180,7 +179,7 @@ def _dtype_of(states: Tensor) -> torch.dtype:
 
 def _parts(hidden: Tensor, n_tokens: int) -> list[slice]:
     """Cut positions into chunks of like size whose logits fit the device."""
-    kind = PLANNED.get()[0] if hidden.is_meta else hidden.device.type
+    kind = kind_of(hidden.device)
     most = max(1, MOST_LOGITS.get(kind, MOST_LOGITS_ELSEWHERE) // n_tokens)
     size = most - most % TILE if kind != "cpu" and most > TILE else most
     return [slice(start, start + size) for start in range(0, len(hidden), size)]

@@ -57,11 +57,7 @@ class Online(config_training.Online):
 
         What was not asked of options is changed where the text is too little for it.
         """
-        if self.row_tokens > target.max_positions:
-            raise UserError(
-                f"data.row_tokens={self.row_tokens} is longer than the target's context of {target.max_positions}; "
-                "lower data.row_tokens"
-            )
+        check_row_tokens(self.row_tokens, target)
         asked = asked or config
         rows, changed = self._rows_that_fit(config, target, asked)
         n_rows, row_tokens = len(rows.train), rows.train.tokens.shape[1]
@@ -71,7 +67,7 @@ class Online(config_training.Online):
             changed["data.batch_size"] = self.batch_size = max(1, n_rows // n_ranks) * n_ranks
         if changed:
             log.warning("the corpus is small: %s", ", ".join(f"{name}={value}" for name, value in changed.items()))
-        held_out = rows.held_out.tokens
+        held_out = rows.held_out.tokens[:, : max(config["tau"]["context_tokens"])]
         contexts = for_tau(held_out, self.val_rows).tolist()
         train, seen = (TokenRows(**vars(packed)) for packed in (rows.train, rows.held_out[: self.val_rows]))
         facts = {"contexts": contexts, "digest": rows.digest, "changed": changed}
@@ -157,6 +153,14 @@ class Offline(config_training.Offline):
                 f"mixing_share={kept:g}, or label anew with data_prep.acceptance"
             )
         return store
+
+
+def check_row_tokens(row_tokens: int, target: TargetModel) -> None:
+    """Raise UserError where rows are longer than the target's context."""
+    if row_tokens > target.max_positions:
+        raise UserError(
+            f"data.row_tokens={row_tokens} is longer than the target's context of {target.limit}; lower data.row_tokens"
+        )
 
 
 def contexts_of(row_tokens: int) -> list[int]:

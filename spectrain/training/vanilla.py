@@ -10,7 +10,8 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from spectrain.decoding import Drafter, TargetModel
-from spectrain.decoding.masks import packed_mask
+from spectrain.decoding.llama import in_pieces
+from spectrain.decoding.masks import MOST_MASKED, each_alone, packed_mask
 from spectrain.decoding.modules import find_blocks
 from spectrain.methods.speculative import Speculative
 from spectrain.models.vanilla import new_vanilla
@@ -21,6 +22,7 @@ from spectrain.training.losses import next_token_loss
 from spectrain.training.optim import OptimizerSettings
 from spectrain.training.sums import ValidationSums
 
+ALPHA_TOKENS = 1024  # whose probabilities lie in memory at the same time
 GAMMA = 4  # drafted tokens, for the tau that validation expects
 
 
@@ -51,19 +53,27 @@ class LanguageModelTraining(Training):
 
     def states(self, batch: RowBatch) -> Tensor:
         """The final states [B, L, D] of the model, whose products with the unembedding are its logits."""
-        positions, mask = (None, None) if batch.starts is None else packed_mask(batch.starts)
-        inputs = {"input_ids": batch.tokens, "position_ids": positions, "attention_mask": mask}
-        return self.model.base_model(**inputs, use_cache=False).last_hidden_state
+
+        def states(tokens: Tensor, positions: Tensor | None = None, mask: Tensor | None = None) -> list[Tensor]:
+            inputs = {"input_ids": tokens, "position_ids": positions, "attention_mask": mask}
+            return [self.model.base_model(**inputs, use_cache=False).last_hidden_state]
+
+        tokens, starts = batch.tokens, batch.starts
+        if starts is not None and starts.shape[1] > MOST_MASKED:
+            return each_alone(states, tokens, starts)[0]
+        return states(tokens, *(() if starts is None else packed_mask(starts)))[0]
 
     def alpha(self, batch: RowBatch, states: Tensor) -> Tensor:
         """Probability [B, L] float32 that the target accepts what is drawn after final states [B, L, D]."""
-        found, unembedding = [], self.model.get_output_embeddings().weight
-        of_target = self.target.features_of_own(batch.tokens, batch.starts).final_hidden
-        for i in range(len(states)):  # row by row: the probabilities of a batch may not fit into memory
-            p = self.target.logits_of(of_target[i : i + 1]).float().softmax(-1)
-            q = F.linear(states[i : i + 1], unembedding.to(states.dtype)).float().softmax(-1)
-            found.append(torch.minimum(p, q).sum(-1))
-        return torch.cat(found)
+        unembedding = self.model.get_output_embeddings().weight.to(states.dtype)
+
+        def shared(final: Tensor, states: Tensor) -> list[Tensor]:
+            p, q = self.target.logits_of(final), F.linear(states, unembedding)
+            return [torch.minimum(p.float().softmax(-1), q.float().softmax(-1)).sum(-1)]
+
+        final = self.target.features_of_own(batch.tokens, batch.starts).final_hidden
+        size = max(1, ALPHA_TOKENS // len(states))  # the probabilities of a batch may not fit into memory
+        return in_pieces(shared, size, 1, final, states)[0]
 
     def objective(self, batch: RowBatch) -> Tensor:
         return self.loss(self.states(batch), batch)

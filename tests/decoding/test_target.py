@@ -2,12 +2,15 @@
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from spectrain.decoding import DraftTree, KVCache, TargetModel
+from spectrain.decoding.masks import packed_mask
 from spectrain.decoding.modules import TransformersEngine
 from spectrain.decoding.target import FINAL
 from spectrain.errors import UserError
-from tests.conftest import random_prompts, tiny_model
+from tests.conftest import FAMILIES, WINDOWED, random_prompts, tiny_model
 from tests.decoding.reference import random_parents, tree_of
 
 
@@ -75,12 +78,14 @@ def test_packed_documents_of_several_rows_are_texts_of_their_own(any_target, mon
     tokens = torch.tensor(random_prompts([15, 15, 15]))
     starts = torch.tensor([[sum(row[:i]) for i, n in enumerate(row) for _ in range(n)] for row in lengths])
     target = any_target.with_capture([0, 1])
-    features, masked = target.features(tokens, starts), target.forward(tokens, starts)
-    torch.testing.assert_close(features.captured, masked.captured, rtol=1e-4, atol=1e-4)
-    torch.testing.assert_close(target.logits_of(features.final_hidden), masked.logits, rtol=1e-4, atol=1e-4)
+    positions, mask = packed_mask(starts)
+    logits, captured, _ = target._engine.run(tokens, positions, mask=mask, capture_layers=[0, 1])
+    masked, features = torch.stack(captured, dim=2), target.features(tokens, starts)
+    torch.testing.assert_close(features.captured, masked, rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(target.logits_of(features.final_hidden), logits, rtol=1e-4, atol=1e-4)
     with monkeypatch.context() as elsewhere:  # elsewhere than on a CPU a mask keeps them apart
         elsewhere.setattr(TargetModel, "device", torch.device("meta"))
-        torch.testing.assert_close(target.features(tokens, starts).captured, masked.captured, rtol=1e-4, atol=1e-4)
+        torch.testing.assert_close(target.features(tokens, starts).captured, masked, rtol=1e-4, atol=1e-4)
         elsewhere.setattr("spectrain.decoding.target.packed_mask", None)
         with pytest.raises(TypeError):
             target.features(tokens, starts)
@@ -158,3 +163,67 @@ def test_kept_hidden_states_are_what_the_unembedding_takes(family_target):
     torch.testing.assert_close(hooked.logits, plain.logits, atol=1e-5, rtol=1e-5)
     torch.testing.assert_close(kept.hidden, hooked.hidden, atol=1e-5, rtol=1e-5)
     torch.testing.assert_close(kept.hidden, target.features(torch.tensor([[7, 8, 9, 5]])).final_hidden[:, -1:])
+
+
+ROPES = {
+    "longrope": {
+        "rope_type": "longrope",
+        "rope_theta": 100.0,
+        "short_factor": [1.5, 1.25, 1.0, 2.0],
+        "long_factor": [2.0] * 4,
+        "original_max_position_embeddings": 128,
+    },
+    "yarn": {"rope_type": "yarn", "rope_theta": 100.0, "factor": 8.0, "original_max_position_embeddings": 16},
+    "llama3": {
+        "rope_type": "llama3",
+        "rope_theta": 100.0,
+        "factor": 8.0,
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 16,
+    },
+}
+
+
+@pytest.mark.parametrize("kind", [*FAMILIES, *WINDOWED, *ROPES])
+def test_features_of_long_rows_in_pieces_are_those_of_one_forward(kind, monkeypatch):
+    """Rows longer than the windows, and than the texts that frequencies were made for; pieces of odd sizes."""
+    monkeypatch.setattr("spectrain.decoding.llama.PIECE_TOKENS", 14)
+    monkeypatch.setattr("spectrain.decoding.target.MOST_MASKED", 20)
+    model = tiny_model("llama", rope_parameters=ROPES[kind]) if kind in ROPES else tiny_model(kind)
+    target = TargetModel(model, capture_layers=[2, 0], prefill_chunk=11)
+    tokens = torch.tensor(random_prompts([101, 101]))
+    with torch.no_grad():
+        plain = target.model(tokens, output_hidden_states=True)
+        found = target.features(tokens)
+        for place, layer in enumerate((2, 0)):
+            torch.testing.assert_close(found.captured[:, :, place], plain.hidden_states[layer], rtol=1e-4, atol=1e-4)
+        torch.testing.assert_close(target.logits_of(found.final_hidden), plain.logits, rtol=1e-4, atol=1e-4)
+        lengths = [[60, 1, 40], [101]]
+        starts = torch.tensor([[sum(row[:i]) for i, n in enumerate(row) for _ in range(n)] for row in lengths])
+        packed = target.features(tokens, starts)
+        for row, start, n in ((0, 0, 60), (0, 60, 1), (0, 61, 40), (1, 0, 101)):
+            alone = target.features(tokens[row : row + 1, start : start + n])
+            for one, whole in zip(vars(alone).values(), vars(packed).values(), strict=True):
+                torch.testing.assert_close(whole[row, start : start + n], one[0], rtol=1e-4, atol=1e-4)
+
+
+def test_pieces_are_no_larger_than_they_must_be(monkeypatch):
+    """A row that is read in pieces has no state of the width of the MLP, or of the square of its tokens, at once."""
+    sizes = []
+
+    class Sizes(TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            out = func(*args, **(kwargs or {}))
+            sizes.extend(one.numel() for one in tree_leaves(out) if isinstance(one, torch.Tensor))
+            return out
+
+    monkeypatch.setattr("spectrain.decoding.llama.PIECE_TOKENS", 16)
+    monkeypatch.setattr("spectrain.decoding.target.MOST_MASKED", 20)
+    n_tokens = 1000
+    for family in ("llama", "gemma3"):
+        model = tiny_model(family, max_position_embeddings=2048, intermediate_size=400)
+        target = TargetModel(model, capture_layers=[1], prefill_chunk=16)
+        with torch.no_grad(), Sizes():
+            target.features(torch.tensor(random_prompts([n_tokens])))
+        assert max(sizes) <= 64 * n_tokens  # of the cache: keys of 2 heads of 8, of a multiple of 256 slots; x has 32

@@ -17,7 +17,7 @@ from spectrain.config import options_of, plain
 from spectrain.decoding import load_target
 from spectrain.errors import UserError
 from spectrain.measure.cost import Hardware, fastest_depth, tau_of_depth
-from spectrain.measure.dry_step import cost_of
+from spectrain.measure.dry_step import StepCost, cost_of
 from spectrain.measure.plan import Machine, Outline, plan_of
 from spectrain.measure.settled import peak_tokens_per_s, plan_for, settled
 from spectrain.train import main as train
@@ -88,6 +88,26 @@ def test_packed_rows_of_32768_tokens_of_an_8b_shaped_drafter_fit_one_card(tmp_pa
     plan, machine = plan_for(config)
     assert plan.memory["forward and backward pass"] < 27 * 2**30
     assert plan.bytes < 0.8 * machine.memory_bytes
+
+
+@pytest.mark.parametrize("data", [["data=offline"], ["data.document_mask=true"], []], ids=str)
+def test_memory_is_linear_in_the_row_and_a_drafter_costs_its_window_alone(tiny, data):
+    """Equal tokens in rows of 1,024 to 65,536. What attention of the target takes more is its FLOPs."""
+
+    def step(row_tokens: int) -> StepCost:
+        options = f"target.path={tiny}", f"data.row_tokens={row_tokens}", "trainer.accelerator=cpu"
+        return Outline.of(config_of("+exp=spire", *options, *data)).step(2**16 // row_tokens)
+
+    short = step(1024)
+    for long in map(step, (4096, 2**16)):
+        assert long.peak_bytes == pytest.approx(short.peak_bytes, rel=0.01)
+        assert long.flops.sum() == pytest.approx(short.flops.sum(), rel=0.01) or data != ["data=offline"]
+
+
+def test_a_plan_refuses_rows_that_are_longer_than_the_context(tiny):
+    options = "train", "+exp=spire", f"target.path={tiny}", "data.row_tokens=257", "plan=true", "hardware=h100"
+    with pytest.raises(UserError, match="data.row_tokens=257 is longer than the target's context of 256; lower"):
+        train(options_of("train", composed(*options)))
 
 
 def test_the_peak_in_tokens_per_second_is_that_of_all_ranks(tiny):

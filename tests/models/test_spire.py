@@ -225,6 +225,27 @@ def test_memory_of_training_grows_linearly_in_the_row():
     assert 1.8 < third / second < 2.05
 
 
+def test_a_token_of_a_long_row_sees_its_window_alone():
+    target, drafter = make(sink_tokens=0)
+    drafter.double().rope.inv_freq = drafter.rope.inv_freq.double()  # or angles of 5,000 tokens are rounded
+    tokens, captured = torch.randint(0, VOCAB_SIZE, (1, 5003)), torch.randn(1, 5003, 2, 32, dtype=torch.float64)
+    whole = rollout(drafter, tokens, captured, first_root=1)
+    part = rollout(drafter, tokens[:, 4801:], captured[:, 4801:])  # where a block begins
+    torch.testing.assert_close(part[:, 8:], whole[:, 4809:], atol=1e-6, rtol=1e-6)
+    assert not torch.allclose(part[:, 1:4], whole[:, 4802:4805])  # which miss what the window held
+
+
+def test_documents_of_a_long_row_do_not_see_each_other():
+    target, drafter = make(**PREVIOUS)
+    tokens, other = torch.randint(0, VOCAB_SIZE, (2, 1, 5003))
+    other[:, 2501:] = tokens[:, 2501:]
+    starts = torch.zeros_like(tokens)
+    starts[:, 2501:], starts[:, 2502:], starts[:, 4902:] = 2501, 2502, 4902
+    one, two = (rollout(drafter, t, target.features(t, starts).captured, starts=starts) for t in (tokens, other))
+    assert torch.equal(one[:, 2501:], two[:, 2501:])
+    assert not torch.equal(one[:, :2501], two[:, :2501])
+
+
 def test_targets_that_are_not_llama_like_are_named():
     with pytest.raises(UserError, match="gpt_neox is not computed like Llama"):
         shape_of(tiny_model("gpt_neox"))

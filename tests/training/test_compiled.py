@@ -85,9 +85,13 @@ def test_one_graph_serves_all_blocks_of_a_target():
     tokens, positions = torch.randint(4, VOCAB_SIZE, (2, 9)), torch.arange(9)[None]
     expected = decoder(tokens, positions)[0]
     graphs = []
-    compile_methods(decoder.blocks, ("of_text",), lambda graph, examples: graphs.append(graph) or graph.forward)
+    compile_methods(
+        decoder.blocks,
+        ("before_in_text", "after_in_text"),
+        lambda graph, examples: graphs.append(graph) or graph.forward,
+    )
     torch.testing.assert_close(decoder(tokens, positions)[0], expected)
-    assert len(graphs) == 1
+    assert len(graphs) == 2
 
 
 def test_a_refused_recompilation_is_an_error_that_names_the_remedy(monkeypatch):

@@ -133,10 +133,16 @@ def test_a_step_on_a_device_waits_for_it_once(options, kind, monkeypatch):
     assert len(device.reads) == 1
 
 
-def test_documents_of_a_packed_row_are_trained_as_each_alone(target):
+def test_documents_of_a_packed_row_are_trained_as_each_alone(target, monkeypatch):
     """A vanilla drafter and the target beside it; the drafter of SPIRe is compared in tests/models/test_spire.py."""
-    module = LanguageModelTraining(noisy_copy(target.model, 0.3), OptimizerSettings(), target)
-    packed = rows_of(is_response=False)[[0, 1]]
+    module = LanguageModelTraining(noisy_copy(target.model, 0.3).requires_grad_(True), OptimizerSettings(), target)
+    packed, gradients = rows_of(is_response=False)[[0, 1]], []
+    for most in (8, 4):  # behind a mask, and in rows that are too long for one
+        monkeypatch.setattr("spectrain.training.vanilla.MOST_MASKED", most)
+        gradients.append(torch.autograd.grad(module.objective(packed), module.model.parameters()))
+    torch.testing.assert_close(*gradients)
+    monkeypatch.setattr("spectrain.training.vanilla.packed_mask", None)
+    monkeypatch.setattr("spectrain.training.vanilla.ALPHA_TOKENS", 3)
     states = module.states(packed)
     alpha = module.alpha(packed, states)
     for row, document in ((0, slice(0, 4)), (0, slice(4, 8)), (1, slice(1, 6))):
