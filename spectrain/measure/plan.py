@@ -150,7 +150,7 @@ class Outline:
             batch = RowBatch(tokens, torch.ones_like(tokens, dtype=torch.bool), [0] * rows, tokens.numel())
             if data.get("document_mask"):
                 batch.starts = torch.zeros_like(tokens)
-            if data["source"] == "offline":
+            if data["source"] != "online":
                 states = torch.empty(*tokens.shape, 1 + drafter.config.n_layer, self.module.target.config.hidden_size)
                 batch.captured, batch.final_hidden = states[:, :, 1:].bfloat16(), states[:, :, 0].bfloat16()
             half = str(self.config["trainer"]["precision"]).startswith("bf16")

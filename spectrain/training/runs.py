@@ -48,8 +48,11 @@ Curve = dict[int, dict[str, float]]  # step -> metric -> value
 CONFIG, FACTS, SOURCE, EXPORT = "config.yaml", "run.json", "source.json", "export.json"
 # They do not change what is trained.
 NOT_HASHED = ("run_dir", "fresh", "plan", "hardware", "logger", "out", "tau", "vanilla", "checkpoint_s", "export_dtype")
-# A run may go on with another number of ranks.
-NOT_HASHED_OF_TRAINER = ("devices", "num_nodes", "log_every_n_steps", "activation_checkpointing", "compile")
+# A run may go on with another number of ranks, or another server of the same target.
+NOT_HASHED_OF = {
+    "trainer": ("devices", "num_nodes", "log_every_n_steps", "activation_checkpointing", "compile"),
+    "data": ("address", "timeout_s"),
+}
 
 
 @dataclass(frozen=True)
@@ -114,7 +117,8 @@ class RunFolder:
         config = settle(self.config)
         if self.resumes:  # what is not hashed, and where it runs, may be another now
             begun, runs_on = hashed(read_yaml(self.path / CONFIG)), config["trainer"]["accelerator"]
-            config = config | begun | {"trainer": config["trainer"] | begun["trainer"] | {"accelerator": runs_on}}
+            config = config | begun | {name: config[name] | begun[name] for name in NOT_HASHED_OF}
+            config["trainer"]["accelerator"] = runs_on
         return dataclasses.replace(self, config=config, asked=self.config)
 
     def change(self, options: Mapping[str, object]) -> None:
@@ -326,6 +330,7 @@ def plain_name(name: str) -> str:
 def hashed(config: Mapping) -> dict:
     """Return the options that what is trained depends on."""
     kept = {key: value for key, value in config.items() if key not in NOT_HASHED}
-    if isinstance(kept.get("trainer"), Mapping):
-        kept["trainer"] = {key: value for key, value in kept["trainer"].items() if key not in NOT_HASHED_OF_TRAINER}
+    for name, not_hashed in NOT_HASHED_OF.items():
+        if isinstance(kept.get(name), Mapping):
+            kept[name] = {key: value for key, value in kept[name].items() if key not in not_hashed}
     return kept

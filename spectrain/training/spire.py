@@ -147,12 +147,14 @@ class SpireTraining(Training):
 class SpireExperiment(Experiment):
     """A SPIRe drafter for a target whose blocks it can have."""
 
-    exports, drafts, reads_stores = "spire", True, True
+    exports, drafts, sources = "spire", True, ("online", "offline", "served")
 
     def prepare(self) -> Parts:
         config = self.config
-        if config["memories"] != "blocks" and config["data"]["source"] == "offline":
-            raise UserError(f"memories={config['memories']} is an ablation that no store is made for; give data=online")
+        if config["memories"] != "blocks" and config["data"]["source"] != "online":
+            raise UserError(
+                f"memories={config['memories']} is an ablation that needs the target itself; give data=online"
+            )
         data = self.data.drafter_rows(config, self.target, self.shape().block_layers, self.run.asked)
         is_new, source = config["init"] in NEW, {}
         drafter = self.new(data.train) if is_new else self.trained_before()
