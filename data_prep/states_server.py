@@ -1,46 +1,38 @@
 """A server of hidden states: one process owns the target, and trainings with data=served ask it (docs/data.md).
 
 `spectrain.training.served` is the other side, and says what goes over a connection. A thread per connection reads
-requests and writes answers, one at a time; the main thread alone runs the target, request by request as they come. A
-request is one forward of its own, whose result no other request can change: what a training reads does not depend on
-how busy the server is. A slow reader holds back its own answer and nobody else's.
+requests and writes answers, one at a time, so a slow reader holds back its own answer and nobody else's. The main
+thread alone runs the target. A request is a forward of its own, whose result no other request can change: what a
+training reads does not depend on how busy the server is.
 """
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import os
 import queue
 import secrets
 import socket
-import tempfile
 import threading
 import time
 from concurrent.futures import Future
 from dataclasses import dataclass, field
+from functools import partial
+from io import FileIO
 from multiprocessing import AuthenticationError
 from multiprocessing.connection import Connection, answer_challenge, deliver_challenge
 
 import torch
+from pydantic import BaseModel, NonNegativeInt, PositiveInt
 from torch import Tensor
 
 from data_prep.capture import autocast
 from spectrain.decoding import fingerprint
 from spectrain.decoding.loading import first_line
 from spectrain.decoding.memory import is_out_of_memory
-from spectrain.decoding.target import Features, TargetModel
+from spectrain.decoding.target import TargetModel
 from spectrain.errors import UserError
-from spectrain.training.served import (
-    VERSION,
-    address_of,
-    bytes_of,
-    opened,
-    read_object,
-    read_values,
-    send_object,
-    send_values,
-)
+from spectrain.training.served import HEADER_BYTES, VERSION, address_of, opened, read_values, send_object, send_values
 
 log = logging.getLogger(__name__)
 
@@ -50,13 +42,12 @@ MOST_ROW_TOKENS = 1 << 20
 ACCEPT_PAUSE_S = 0.1
 
 
-@dataclass(frozen=True)
-class Request:
-    """Rows of which a client asks the states."""
+class Request(BaseModel, strict=True):
+    """Rows of which a client asks the states; their tokens follow."""
 
-    tokens: Tensor  # [B, L] int64
-    starts: Tensor | None  # [B, L] int64
-    layers: tuple[int, ...]
+    shape: tuple[PositiveInt, PositiveInt]  # [B, L]
+    layers: list[NonNegativeInt]  # blocks whose inputs are wanted
+    packed: bool  # whether `starts` follow, too
     mapped: bool  # whether the client reads the answer from memory
 
 
@@ -69,18 +60,17 @@ class StatesServer:
     precision: str  # of the forward, see `autocast`
     batch_tokens: int  # the most tokens of a request of several rows
     key: bytes
-    _waiting: queue.Queue[tuple[Request, Future]] = field(default_factory=queue.Queue)
-    _connections: set[Connection] = field(default_factory=set)
+    _waiting: queue.Queue[tuple[tuple, Future]] = field(default_factory=queue.Queue)
+    _slots: threading.Semaphore = field(default_factory=partial(threading.Semaphore, MOST_CONNECTIONS))
 
     def __post_init__(self) -> None:
-        target = self.target
         self.facts = {
             "version": VERSION,
             "target": self.name,
-            "target_fingerprint": fingerprint(target.model, target.tokenizer),
-            "target.dtype": str(target.dtype).removeprefix("torch."),
+            "target_fingerprint": fingerprint(self.target.model, self.target.tokenizer),
+            "target.dtype": str(self.target.dtype).removeprefix("torch."),
             "trainer.precision": self.precision,
-            "hidden_size": target.unembedding.shape[-1],
+            "hidden_size": self.target.unembedding.shape[-1],
             "batch_tokens": self.batch_tokens,
         }
 
@@ -90,101 +80,102 @@ class StatesServer:
         while True:
             request, answer = self._waiting.get()
             try:
-                answer.set_result(self._features(request))
+                answer.set_result(self._states(*request))
             except Exception as error:  # of one request, whose client is told
                 answer.set_exception(error)
 
     @torch.inference_mode()
-    def _features(self, request: Request) -> Features:
-        target, device = self.target.with_capture(request.layers), self.target.device
-        starts = None if request.starts is None else request.starts.to(device)
+    def _states(self, layers: list[int], tokens: Tensor, starts: Tensor | None = None) -> list[Tensor]:
+        """Return the inputs [B, L, C, D] of blocks, if any, and the final states [B, L, D] of rows [B, L] int32."""
+        target, device = self.target.with_capture(layers), self.target.device
         with autocast(device, self.precision):
-            return target.features(request.tokens.to(device), starts)
+            found = target.features(tokens.long().to(device), None if starts is None else starts.long().to(device))
+        return [one for one in (found.captured, found.final_hidden) if one is not None]
 
     def _accept(self, listener: socket.socket) -> None:
         while listener.fileno() >= 0:
             try:
                 connected, (host, port, *_) = listener.accept()
-                if len(self._connections) == MOST_CONNECTIONS:
-                    connected.close()
-                    continue
                 connection = opened(connected, WAIT_S)
             except OSError:  # the client has left already, or this process has no file descriptor for it
                 time.sleep(ACCEPT_PAUSE_S)
                 continue
-            self._connections.add(connection)
+            if not self._slots.acquire(blocking=False):
+                connection.close()
+                continue
             threading.Thread(target=self._attend, args=[connection, f"{host}:{port}"], daemon=True).start()
 
     def _attend(self, connection: Connection, peer: str) -> None:
         """Answer a client until it leaves."""
         try:
-            deliver_challenge(connection, self.key)
-            answer_challenge(connection, self.key)
-            with new_memory() as memory:
+            with connection, new_memory() as memory:
+                deliver_challenge(connection, self.key)
+                answer_challenge(connection, self.key)
                 nonce = secrets.token_bytes(16)
                 os.pwrite(memory.fileno(), nonce, 0)
                 send_object(connection, self.facts | {"memory": [os.getpid(), memory.fileno(), nonce.hex()]})
-                log.debug("%s has connected", peer)
                 while connection.poll(None):
-                    self._answer(connection, memory.fileno())
-        except (AuthenticationError, AssertionError, ValueError) as error:  # AssertionError: of its challenge
-            log.warning("%s is refused: %s", peer, error)
-        except (OSError, EOFError) as error:
+                    self._answer(connection, memory)
+        except (AuthenticationError, ValueError) as error:
+            log.warning("%s is refused: %s", peer, first_line(error))
+        except (OSError, EOFError, AssertionError) as error:  # AssertionError: of its challenge
             log.debug("%s has left: %s", peer, error)
         finally:
-            self._connections.discard(connection)
-            connection.close()
+            self._slots.release()
 
-    def _answer(self, connection: Connection, memory: int) -> None:
-        request, answer = self._read(connection), Future()
-        self._waiting.put((request, answer))
-        try:
-            features = answer.result()
-        except Exception as error:
-            said = f"a forward of {list(request.tokens.shape)} tokens failed ({first_line(error)})"
-            if is_out_of_memory(error):
-                said += "; lower the server's batch_tokens, or data.row_tokens"
-            log.warning("%s", said)
-            send_object(connection, {"error": said})
-            return
-        found = [
-            one.bfloat16().cpu().contiguous() for one in (features.captured, features.final_hidden) if one is not None
-        ]
-        place = 0
-        for values in found if request.mapped else ():
-            data = bytes_of(values)
-            while data:
-                n_written = os.pwrite(memory, data, place)
-                data, place = data[n_written:], place + n_written
-        send_object(connection, {})
-        for values in () if request.mapped else found:
-            send_values(connection, values)
-
-    def _read(self, connection: Connection) -> Request:
-        """Read a request. One that cannot be answered is told so; then, and for nonsense, ValueError is raised."""
-        values = read_object(connection)
-        shape, layers, packed, mapped = (values.get(name) for name in ("shape", "layers", "packed", "mapped"))
-        if not (are_whole(shape) and len(shape) == 2 and are_whole(layers)):
-            raise ValueError("a request has no shape and layers")
-        (n_rows, n_tokens), why = shape, None
-        most = min(self.target.max_positions, MOST_ROW_TOKENS)
-        if not (0 < n_tokens <= most and 0 < n_rows <= max(1, self.batch_tokens // n_tokens)):
-            why = f"{n_rows} rows of {n_tokens} tokens exceed batch_tokens={self.batch_tokens} or its {most} positions"
-        elif not (len(layers) <= self.target.n_layer and all(layer < self.target.n_layer for layer in layers)):
-            why = f"layers={layers} are no blocks of {self.name}, which has {self.target.n_layer}"
+    def _answer(self, connection: Connection, memory: FileIO) -> None:
+        """Read a request and answer it. Raises ValueError for nonsense, and where the client is told what is wrong."""
+        request = Request.model_validate_json(connection.recv_bytes(HEADER_BYTES))
+        sent: list[Tensor] = []
+        why = self._why_not(request)
         if why is None:
-            sent = [torch.empty(shape, dtype=torch.int32) for _ in range(2 if packed else 1)]
+            sent = [torch.empty(request.shape, dtype=torch.int32) for _ in range(1 + request.packed)]
             for one in sent:
                 read_values(connection, one)
-            tokens, *starts = (one.long() for one in sent)
-            if tokens.min() < 0 or tokens.max() >= self.target.vocab_size:
-                why = f"a token is outside the vocabulary of {self.target.vocab_size}"
-            elif starts and not are_starts(*starts):
-                why = "`starts` are no beginnings of documents"
+            why = self._why_not_rows(*sent)
+        if why is None:
+            answer: Future[list[Tensor]] = Future()
+            self._waiting.put(((request.layers, *sent), answer))
+            try:
+                states = torch.cat([one.bfloat16().cpu().flatten() for one in answer.result()])
+            except Exception as error:
+                why = f"a forward over {list(request.shape)} tokens failed ({first_line(error)})"
+                if is_out_of_memory(error):
+                    why += "; lower the server's batch_tokens, or data.row_tokens"
         if why is not None:
             send_object(connection, {"error": why})
             raise ValueError(why)
-        return Request(tokens, starts[0] if starts else None, tuple(layers), bool(mapped))
+        if request.mapped:
+            send_values(connection, states, memory)
+        send_object(connection, {})
+        if not request.mapped:
+            send_values(connection, states)
+
+    def _why_not(self, request: Request) -> str | None:
+        (n_rows, n_tokens), layers, most = (
+            request.shape,
+            request.layers,
+            min(self.target.max_positions, MOST_ROW_TOKENS),
+        )
+        if n_tokens > most or n_rows > max(1, self.batch_tokens // n_tokens):
+            return f"{n_rows} rows of {n_tokens} tokens exceed batch_tokens={self.batch_tokens}, or {most} per row"
+        if len(layers) > self.target.n_layer or max(layers, default=0) >= self.target.n_layer:
+            return f"layers={layers} are no blocks of {self.name}, which has {self.target.n_layer}"
+        return None
+
+    def _why_not_rows(self, tokens: Tensor, starts: Tensor | None = None) -> str | None:
+        if tokens.min() < 0 or tokens.max() >= self.target.vocab_size:
+            return f"a token is outside the vocabulary of {self.target.vocab_size}"
+        if starts is not None:  # each token's document begins with it, or where that of the token before does
+            begins = starts == torch.arange(starts.shape[1])
+            if not (begins[:, 0].all() and (begins[:, 1:] | (starts[:, 1:] == starts[:, :-1])).all()):
+                return "`starts` are no beginnings of documents"
+        return None
+
+
+def new_memory() -> FileIO:
+    """Return a file in memory, which ends with this process; where the system has none, one that stays empty."""
+    return FileIO(os.memfd_create("spectrain") if hasattr(os, "memfd_create") else os.devnull, "r+")
 
 
 def listen_at(listen: str) -> socket.socket:
@@ -193,22 +184,3 @@ def listen_at(listen: str) -> socket.socket:
         return socket.create_server(address_of("listen", listen))
     except OSError as error:
         raise UserError(f"listen={listen} cannot be listened at ({error.strerror}); give another host:port") from error
-
-
-def new_memory() -> contextlib.AbstractContextManager:
-    """Return a file in memory, which has no name and ends with this process; a temporary one where there are none."""
-    if not hasattr(os, "memfd_create"):
-        return tempfile.TemporaryFile(buffering=0)
-    return open(os.memfd_create("spectrain"), "r+b", buffering=0)
-
-
-def are_whole(values: object) -> bool:
-    """Return whether this is a list of whole numbers of at least 0."""
-    return isinstance(values, list) and all(type(one) is int and one >= 0 for one in values)
-
-
-def are_starts(starts: Tensor) -> bool:
-    """Return whether [B, L] says where the document of each token begins: at itself, or where that before it does."""
-    places = torch.arange(starts.shape[1]).expand_as(starts)
-    begins = starts == places
-    return bool(begins[:, 0].all() and (begins[:, 1:] | (starts[:, 1:] == starts[:, :-1])).all())

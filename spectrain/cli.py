@@ -369,13 +369,18 @@ def settle_dtype(options: object) -> None:
         target.dtype = dtype_of(vars(target), torch.cuda.is_available())
 
 
-def open_target(chosen: config.Target, device: str | None = None) -> TargetModel:
-    """Load the target of a command's options, on `device` where given."""
+def open_target(chosen: config.Target, device: str | None = None, has_blocks: bool = True) -> TargetModel:
+    """Load the target of a command's options, on `device` where given; without its blocks where these are not run."""
     from spectrain.decoding import load_target  # here: this module imports no torch
     from spectrain.decoding.weights import is_emulated
     from spectrain.models.packages import target_path
 
     path, device = target_path(chosen.path), device or chosen.device
+    if not has_blocks and chosen.parallel == "none":
+        from spectrain.decoding.tables import open_tables
+
+        if (tables := open_tables(Path(path), chosen.dtype, device)) is not None:
+            return tables
     options = {"engine": chosen.engine, "graphs": chosen.graphs, "compile": chosen.compile}
     target = load_target(path, chosen.dtype, device, chosen.parallel, **options)
     if target.device.type == "cpu" and is_emulated(target.dtype) and rank() == 0:

@@ -161,7 +161,8 @@ class Outline:
     def weights(self, ranks: int) -> dict[str, int]:
         """Return the bytes that a rank holds all the time, by what they are."""
         config, trained, stage = self.config, self.trained, _zero(self.config)
-        held = {"target": _n_bytes(self.module.target.model)}
+        target = self.module.target
+        held = {"target": _n_bytes(target.model if self.experiment.needs_blocks(config) else target.tables)}
         adam = _state_bytes(config["optimizer"]["name"], self.module)
         if stage is None:
             buckets = {"gradients in exchange": 4 * trained} if ranks > 1 else {}

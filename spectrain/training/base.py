@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -153,6 +153,11 @@ class Experiment(ABC):
             raise UserError(f"data={data.source} is for other experiments than +exp={run.config['kind']}; give {known}")
         self.run, self.config, self.data = run, run.config, data
         self.target: TargetModel | None = open_target()
+
+    @staticmethod
+    def needs_blocks(config: Mapping) -> bool:
+        """Whether a training of this config runs the target's blocks; else the target may have its tables alone."""
+        return True
 
     @abstractmethod
     def prepare(self) -> Parts:

@@ -3,16 +3,13 @@
     server = HiddenStates("127.0.0.1:7463", key(), timeout_s=300)
     features = server.features(tokens, starts, layers=(6, 7))
 
-The server keeps nothing between two requests: a trainer, which owns the order of its rows, sends tokens and gets what
-its own target would say of them. So a restart of either side can neither lose nor double a row. A connection has one
-request under way, and each thread that reads rows has a connection.
-
-After the challenges of `multiprocessing.connection`, by which both sides prove the key, messages are JSON objects and
-raw values, never pickles:
+The server keeps nothing between two requests: a training, which owns the order of its rows, sends tokens and gets what
+its own target would say of them. So a restart of either side can neither lose nor double a row. After the challenges of
+`multiprocessing.connection`, by which both sides prove the key, messages are JSON objects and raw values, no pickles:
 
     server: {"version", "target", "target_fingerprint", .., "memory": [pid, file, nonce]}
-    client: {"shape": [B, L], "layers": [6, 7], "packed": false, "mapped": true}   tokens [B, L] int32 (and starts)
-    server: {}   captured [B, L, C, D] bfloat16 (if C > 0), final_hidden [B, L, D] bfloat16      or {"error": sentence}
+    client: {"shape": [B, L], "layers": [6, 7], "packed": false, "mapped": true}     tokens [B, L] int32 (and starts)
+    server: {}    captured [B, L, C, D] bfloat16 and final_hidden [B, L, D] bfloat16      or {"error": sentence}
 
 A client that can open the server's memory file is on the same machine, and reads the values there.
 
@@ -32,11 +29,13 @@ import socket
 import struct
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from io import FileIO
 from multiprocessing import AuthenticationError
 from multiprocessing.connection import Connection, answer_challenge, deliver_challenge
+from typing import TypeVar
 
 import torch
 from torch import Tensor
@@ -48,19 +47,23 @@ from spectrain.training.data import RowBatch, TokenRows
 
 log = logging.getLogger(__name__)
 
+T = TypeVar("T")
+
 VERSION = 1
 KEY = "SPECTRAIN_KEY"
 HEADER_BYTES = 1 << 14  # the most of a JSON object
 PIECE_BYTES = 1 << 20  # of values in one message
-CONNECT_S = 10.0  # of a first connection, too: a server that is down when a training starts is reported within seconds
+CONNECT_S = 10.0  # for a connection; for the first one in all
+BAD_LENGTH = "bad message length"  # as `Connection` says it of what no server of ours sends
 PAUSES_S = (0.1, 2.0)  # between two attempts, from the first to the longest
-HOW_TO_SERVE = "python -m data_prep.activations serve=true target=..."
 
 
 def key() -> bytes:
-    """Return the key that server and trainers share, from the environment, where no process list shows it."""
+    """Return the key that server and trainings share, from the environment, where no list of processes shows it."""
     if not os.environ.get(KEY):
-        raise UserError(f"the environment variable {KEY} is not set; set it to a secret that server and trainers share")
+        raise UserError(
+            f"the environment variable {KEY} is not set; set it to a secret that server and trainings share"
+        )
     return os.environ[KEY].encode()
 
 
@@ -86,124 +89,111 @@ def send_object(connection: Connection, values: Mapping) -> None:
     connection.send_bytes(json.dumps(values).encode())
 
 
-def read_object(connection: Connection) -> dict:
-    """Read a JSON object. Raises ValueError for anything else, OSError for what says that it is too long."""
-    values = json.loads(connection.recv_bytes(HEADER_BYTES))
-    if not isinstance(values, dict):
-        raise ValueError("a message is no JSON object")
-    return values
+def send_values(connection: Connection, values: Tensor, memory: FileIO | None = None) -> None:
+    """Send a contiguous tensor of the CPU, or write it into memory that the other side reads."""
+    for start, piece in _pieces(values):
+        connection.send_bytes(piece) if memory is None else os.pwrite(memory.fileno(), piece, start)
 
 
-def send_values(connection: Connection, values: Tensor) -> None:
-    """Send a contiguous tensor of the CPU."""
-    data = bytes_of(values)
-    for start in range(0, len(data), PIECE_BYTES):
-        connection.send_bytes(data[start : start + PIECE_BYTES])
-
-
-def read_values(connection: Connection, out: Tensor) -> None:
+def read_values(connection: Connection, out: Tensor, memory: FileIO | None = None) -> None:
     """Fill a contiguous tensor of the CPU. Raises ValueError or OSError where other sizes arrive."""
-    data = bytes_of(out)
-    for start in range(0, len(data), PIECE_BYTES):
-        data[start : start + PIECE_BYTES] = connection.recv_bytes(PIECE_BYTES)
+    for start, piece in _pieces(out):
+        if memory is None:
+            piece[:] = connection.recv_bytes(PIECE_BYTES)
+        elif os.preadv(memory.fileno(), [piece], start) < len(piece):
+            raise EOFError
 
 
-def bytes_of(values: Tensor) -> memoryview:
-    """Return the memory of a contiguous tensor of the CPU."""
-    return values.view(-1).view(torch.uint8).numpy().data
+def _pieces(values: Tensor) -> list[tuple[int, memoryview]]:
+    data = values.view(-1).view(torch.uint8).numpy().data
+    return [(start, data[start : start + PIECE_BYTES]) for start in range(0, len(data), PIECE_BYTES)]
 
 
 @dataclass
 class HiddenStates:
-    """The server at an address, for any number of threads.
+    """The server at an address, for any number of threads, each of which has one request under way.
 
     Raises:
-        UserError: there is no such server, or it has another key; while it runs, it has been gone for `timeout_s`, has
-            become another target's, or refuses a request.
+        UserError: there is no such server, or it has another key; it is gone for `timeout_s`, has become another
+            target's, or refuses a request.
     """
 
     address: str
     key: bytes
     timeout_s: float  # without an answer, until `features` gives up
     pinned: bool = False  # states lie in pinned memory, so that a GPU fetches them beside its work
-    facts: dict = field(init=False)  # of the server, as it sends them
+    facts: dict = field(default_factory=dict)  # of the server, as it sends them
     _idle: list[tuple[Connection, FileIO | None]] = field(default_factory=list)  # with the server's memory
     _gone_s: float | None = None  # since when there is no answer
     _lock: threading.Lock = field(default_factory=threading.Lock)
 
     def __post_init__(self) -> None:
-        try:
-            connection = self._connected()
-        except (OSError, EOFError) as error:
-            raise UserError(
-                f"data.address={self.address} does not answer ({_said(error)}); start the server with {HOW_TO_SERVE}, "
-                "or give its address"
-            ) from error
-        self._idle.append(connection)
+        self._idle.append(self._retried(self._connected))
 
     def features(self, tokens: Tensor, starts: Tensor | None = None, layers: Sequence[int] = ()) -> Features:
         """Return the inputs [B, L, C, D] of blocks and the final states [B, L, D], bfloat16, of rows of tokens.
 
         tokens, starts: [B, L] int64, see `TargetModel.features`. A server that is gone is asked again, with pauses.
         """
-        width, pinned = self.facts["hidden_size"], self.pinned
-        final = torch.empty(*tokens.shape, width, dtype=torch.bfloat16, pin_memory=pinned)
-        captured = final.new_empty(*tokens.shape, len(layers), width, pin_memory=pinned) if len(layers) else None
         n_rows = max(1, self.facts["batch_tokens"] // tokens.shape[1])
-        for start in range(0, len(tokens), n_rows):
-            rows = slice(start, start + n_rows)
-            sent = [one[rows].int().contiguous() for one in (tokens, starts) if one is not None]
-            self._ask(sent, layers, [one[rows] for one in (captured, final) if one is not None])
-        return Features(captured, final)
+        sent = zip(*[one.int().split(n_rows) for one in (tokens, starts) if one is not None], strict=True)
+        found = [self._retried(partial(self._ask, rows, list(layers))) for rows in sent]
+        captured, final = (one[0] if len(one) == 1 else torch.cat(one) for one in zip(*found, strict=True))
+        return Features(captured if len(layers) else None, final)
 
-    def _ask(self, sent: list[Tensor], layers: Sequence[int], out: list[Tensor]) -> None:
-        """Fill tensors with what the server answers, however often it must be asked."""
+    def _ask(self, sent: Sequence[Tensor], layers: list[int]) -> tuple[Tensor, Tensor]:
+        """Return captured and final states of rows, on a connection that is idle or new."""
+        with self._lock:
+            connected = self._idle.pop() if self._idle else None
+        connection, memory = connected or self._connected()
+        shape, width = list(sent[0].shape), self.facts["hidden_size"]
+        asked = {"shape": shape, "layers": layers, "packed": len(sent) > 1, "mapped": memory is not None}
+        send_object(connection, asked)
+        for values in sent:
+            send_values(connection, values.contiguous())
+        answer = json.loads(connection.recv_bytes(HEADER_BYTES))
+        if "error" in answer:
+            raise UserError(f"the server at {self.address} refuses rows: {answer['error']}")
+        sizes = [sent[0].numel() * width * n for n in (len(layers), 1)]
+        states = torch.empty(sum(sizes), dtype=torch.bfloat16, pin_memory=self.pinned)
+        read_values(connection, states, memory)
+        with self._lock:
+            self._idle.append((connection, memory))
+        captured, final = states.split(sizes)
+        return captured.view(*shape, len(layers), width), final.view(*shape, width)
+
+    def _retried(self, call: Callable[[], T]) -> T:
+        """Return what a call does, which is repeated, after pauses that double, until it finds the server."""
         pause_s, longest_s = PAUSES_S
         while True:
-            with self._lock:
-                connected = self._idle.pop() if self._idle else None
             try:
-                connected = connected or self._connected()
-                self._exchange(*connected, sent, layers, out)
+                found = call()
             except (OSError, EOFError) as error:
                 self._lost(error)
                 time.sleep(pause_s)
                 pause_s = min(2 * pause_s, longest_s)
                 continue
             with self._lock:
-                self._idle.append(connected)
                 if self._gone_s is not None:
                     self._gone_s = None
                     log.info("%s answers again", self.address)
-            return
+            return found
 
-    def _exchange(
-        self,
-        connection: Connection,
-        memory: FileIO | None,
-        sent: list[Tensor],
-        layers: Sequence[int],
-        out: list[Tensor],
-    ) -> None:
-        shape, mapped = list(sent[0].shape), memory is not None
-        send_object(connection, {"shape": shape, "layers": list(layers), "packed": len(sent) > 1, "mapped": mapped})
-        for values in sent:
-            send_values(connection, values)
-        answer = read_object(connection)
-        if "error" in answer:
-            raise UserError(f"the server at {self.address} refuses rows: {answer['error']}")
-        place = 0
-        for values in out:
-            if memory is None:
-                read_values(connection, values)
-                continue
-            data, done = bytes_of(values), 0
-            while done < len(data):
-                n_read = os.preadv(memory.fileno(), [data[done:]], place + done)
-                if not n_read:
-                    raise EOFError("its memory is too short")
-                done += n_read
-            place += done
+    def _lost(self, error: Exception) -> None:
+        """Note that the server is gone; UserError where it has been for too long, or this process is to end."""
+        limit_s = self.timeout_s if self.facts else min(CONNECT_S, self.timeout_s)
+        why = getattr(error, "strerror", None) or "it has ended"
+        with self._lock:
+            self._idle.clear()
+            if self._gone_s is None:
+                self._gone_s = time.monotonic()
+                log.warning("%s does not answer (%s); it is asked again for %g s", self.address, why, limit_s)
+            gone_s = time.monotonic() - self._gone_s
+        if gone_s > limit_s or SIGNALS.first is not None:
+            raise UserError(
+                f"data.address={self.address} has not answered for {gone_s:.0f} s ({why}); start the server with "
+                "python -m data_prep.activations serve=true target=..., or give its address"
+            ) from error
 
     def _connected(self) -> tuple[Connection, FileIO | None]:
         """Return a new connection, with the server's memory where it is on this machine."""
@@ -212,35 +202,30 @@ class HiddenStates:
         try:
             answer_challenge(connection, self.key)
             deliver_challenge(connection, self.key)
-            facts = read_object(connection)
+            facts = json.loads(connection.recv_bytes(HEADER_BYTES))
         except AuthenticationError as error:
             raise UserError(f"the server at {self.address} has another key; give its {KEY}") from error
-        except (AssertionError, ValueError) as error:  # as the challenge is read
+        except (AssertionError, ValueError, OSError) as error:  # as the challenge is read
+            if isinstance(error, OSError) and BAD_LENGTH not in str(error):
+                raise
             raise UserError(
                 f"data.address={self.address} is no server of data_prep.activations; give another"
             ) from error
-        memory = _mapped(facts.pop("memory", None))
-        if facts.get("version") != VERSION:
+        if facts["version"] != VERSION:
             raise UserError(f"the server at {self.address} is of another version of spectrain; use the same one")
-        before = getattr(self, "facts", facts)
-        if before["target_fingerprint"] != facts["target_fingerprint"]:
+        if self.facts and self.facts["target_fingerprint"] != facts["target_fingerprint"]:
             raise UserError(f"the server at {self.address} now has another target, {facts['target']}; start the former")
-        self.facts = facts
+        memory, self.facts = _mapped(*facts.pop("memory")), facts
         return connection, memory
 
-    def _lost(self, error: Exception) -> None:
-        """Note that the server is gone; UserError where it has been for too long, or this process is to end."""
-        with self._lock:
-            self._idle.clear()
-            if self._gone_s is None:
-                self._gone_s = time.monotonic()
-                log.warning("%s does not answer (%s); asked again for %g s", self.address, _said(error), self.timeout_s)
-            gone_s = time.monotonic() - self._gone_s
-        if gone_s > self.timeout_s or SIGNALS.first is not None:
-            raise UserError(
-                f"data.address={self.address} has not answered for {gone_s:.0f} s; start the server again, then give "
-                "the same command"
-            ) from error
+
+def _mapped(pid: int, number: int, nonce: str) -> FileIO | None:
+    """Return the server's memory file, opened; None: the server is on another machine, or hides it."""
+    try:
+        found = FileIO(f"/proc/{pid}/fd/{number}", opener=lambda path, flags: os.open(path, flags | os.O_NONBLOCK))
+        return found if os.pread(found.fileno(), HEADER_BYTES, 0) == bytes.fromhex(nonce) else None
+    except OSError:
+        return None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -255,17 +240,3 @@ class ServedRows(TokenRows):
         features = self.server.features(batch.tokens, batch.starts, self.layers)
         batch.captured, batch.final_hidden = features.captured, features.final_hidden
         return batch
-
-
-def _mapped(memory: Sequence | None) -> FileIO | None:
-    """Return the server's memory file, opened; None: the server is on another machine, or hides it."""
-    try:
-        pid, number, nonce = memory
-        found = FileIO(f"/proc/{pid:d}/fd/{number:d}", opener=lambda path, flags: os.open(path, flags | os.O_NONBLOCK))
-        return found if os.pread(found.fileno(), HEADER_BYTES, 0) == bytes.fromhex(nonce) else None
-    except (OSError, TypeError, ValueError):
-        return None
-
-
-def _said(error: Exception) -> str:
-    return str(getattr(error, "strerror", None) or error or type(error).__name__)

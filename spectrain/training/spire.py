@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Mapping
 from pathlib import Path
 
 import torch
@@ -148,6 +149,10 @@ class SpireExperiment(Experiment):
     """A SPIRe drafter for a target whose blocks it can have."""
 
     exports, drafts, sources = "spire", True, ("online", "offline", "served")
+
+    @staticmethod
+    def needs_blocks(config: Mapping) -> bool:
+        return config["data"]["source"] == "online" or not config["target_activations"]
 
     def prepare(self) -> Parts:
         config = self.config

@@ -22,8 +22,12 @@ import torch
 
 from data_prep import states_server
 from data_prep.states_server import StatesServer, listen_at
-from spectrain.decoding import TargetModel, load_target
+from spectrain.decoding import TargetModel, fingerprint, load_target
+from spectrain.decoding.lean import shape_of
+from spectrain.decoding.tables import open_tables
 from spectrain.errors import UserError
+from spectrain.models.pruned_init import new_drafter
+from spectrain.models.spire import SpireConfig
 from spectrain.training import served
 from spectrain.training.data import SeededLoader
 from spectrain.training.served import KEY, HiddenStates, ServedRows, send_object
@@ -69,7 +73,7 @@ def same(found, wanted) -> bool:
 def test_answers_are_what_a_store_holds_bit_for_bit(tmp_path, target, mapped, monkeypatch):
     if not mapped:  # as from another machine, in pieces of an odd size
         monkeypatch.setattr(served, "PIECE_BYTES", 777)
-        monkeypatch.setattr(served, "_mapped", lambda memory: None)
+        monkeypatch.setattr(served, "_mapped", lambda *memory: None)
     store = captured_store(tmp_path / "store", target, "32-true")
     with serving(target, batch_tokens=70) as address:  # batches of four rows, as in the store
         server = HiddenStates(address, SECRET, 5)
@@ -83,6 +87,23 @@ def test_answers_are_what_a_store_holds_bit_for_bit(tmp_path, target, mapped, mo
         assert server.features(ROWS[:2]).captured is None
         starts = torch.tensor([[0] * 5 + [5] * 11, [0] * 16])
         assert same(server.features(ROWS[:2].long(), starts, LAYERS), expected(target, ROWS[:2], starts))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_target_without_blocks_is_the_same_to_a_training(tmp_path, target, dtype):
+    target.model.to(dtype).save_pretrained(tmp_path)
+    target.tokenizer.save_pretrained(tmp_path)
+    (tmp_path / "generation_config.json").write_text('{"eos_token_id": [7, 9]}')
+    whole, found = load_target(tmp_path, device="cpu"), open_tables(tmp_path, "float32", "cpu")
+    assert (whole.has_blocks, found.has_blocks) == (True, False)
+    assert fingerprint(found.model, found.tokenizer) == fingerprint(whole.model, whole.tokenizer)
+    assert (found.eos_ids, found.max_positions, found.dtype) == ((7, 9), whole.max_positions, whole.dtype)
+    assert torch.equal(found.unembedding, whole.unembedding)
+    config = SpireConfig(shape_of(found.model), LAYERS, input="trained", unembedding="trained")
+    of_whole, of_found = (new_drafter(one, config, "pruned").state_dict() for one in (whole, found))
+    assert of_whole.keys() == of_found.keys()
+    assert all(torch.equal(of_found[name], weight) for name, weight in of_whole.items())
+    assert open_tables(tmp_path / "nowhere", "float32", "cpu") is None
 
 
 @pytest.fixture
@@ -103,8 +124,8 @@ def test_losses_are_those_of_online_training(learn, shared, target):
     found, wanted = (json.loads(Path(name, "result.json").read_text()) for name in ("served", "online"))
     assert (found["tau"], found["tokens"]) == (wanted["tau"], wanted["tokens"])
     Path("served/result.json").unlink()  # the same run, asked for at another address
-    _, _, err = learn(*training, "data=served", "data.address=127.0.0.1:1", "run_dir=served")
-    assert "error: data.address=127.0.0.1:1 does not answer" in err
+    _, _, err = learn(*training, "data=served", "data.address=127.0.0.1:1", "data.timeout_s=0.3", "run_dir=served")
+    assert "error: data.address=127.0.0.1:1 has not answered for" in err
 
 
 def test_each_bad_server_is_one_sentence(learn, shared, target, monkeypatch, tmp_path):
@@ -122,7 +143,7 @@ def test_each_bad_server_is_one_sentence(learn, shared, target, monkeypatch, tmp
             (
                 ["data.address=127.0.0.1:1"],
                 SECRET,
-                "data.address=127.0.0.1:1 does not answer (Connection refused); start",
+                "data.address=127.0.0.1:1 has not answered for",
             ),
             (["data.address=here"], SECRET, "data.address=here is no address; give host:port"),
             ([f"data.address=127.0.0.1:{nobody.getsockname()[1]}"], SECRET, "is no server of data_prep.activations"),
@@ -144,7 +165,7 @@ def test_each_bad_server_is_one_sentence(learn, shared, target, monkeypatch, tmp
 
 def test_nonsense_and_slow_readers_stop_nobody(target, monkeypatch):
     monkeypatch.setattr(states_server, "WAIT_S", 1.0)
-    monkeypatch.setattr(served, "_mapped", lambda memory: None)
+    monkeypatch.setattr(served, "_mapped", lambda *memory: None)
 
     def connect(address: str, knows: bool = True) -> Connection:
         host, port = address.split(":")
@@ -152,7 +173,7 @@ def test_nonsense_and_slow_readers_stop_nobody(target, monkeypatch):
         if knows:
             answer_challenge(connection, SECRET)
             deliver_challenge(connection, SECRET)
-            served.read_object(connection)
+            json.loads(connection.recv_bytes())
         return connection
 
     with serving(target, batch_tokens=8192) as address:
@@ -169,7 +190,7 @@ def test_nonsense_and_slow_readers_stop_nobody(target, monkeypatch):
             send_object(connection, asked)
             with suppress(OSError, EOFError):
                 while True:
-                    assert "error" in served.read_object(connection)
+                    assert "error" in json.loads(connection.recv_bytes())
         for nonsense in (b"GET / HTTP/1.1\r\n\r\n", struct.pack("!iQ", -1, 1 << 62), b"\x00" * 99):
             connection = connect(address, knows=False)
             os.write(connection.fileno(), nonsense)
@@ -199,7 +220,7 @@ def test_a_server_that_stays_away_ends_the_training_in_one_sentence(target, capl
         rows = ServedRows(tokens=ROWS, server=server, layers=LAYERS)
         assert len(list(SeededLoader(rows.__getitem__, len(rows), 2, seed=1))) == 11
         server._idle.clear()
-    with pytest.raises(UserError, match="has not answered for 1 s; start the server again, then give the same command"):
+    with pytest.raises(UserError, match=r"has not answered for \d s \(Connection refused\); start the server"):
         list(SeededLoader(rows.__getitem__, len(rows), 2, seed=1))
     assert sum("does not answer" in record.message for record in caplog.records) == 1
 
@@ -240,7 +261,7 @@ def test_kills_lose_and_double_no_row(target, tmp_path, n_kills, n_batches):
 
     def start(name: str) -> multiprocessing.Process:
         function, *arguments = starts[name]
-        process = context.Process(target=function, args=arguments)
+        process = context.Process(target=function, args=arguments, daemon=True)
         process.start()
         return process
 
