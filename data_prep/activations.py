@@ -35,7 +35,7 @@ from spectrain.models.pruned_init import last_layers
 from spectrain.stores.features import ACTIVATIONS
 from spectrain.stores.packing import Packed
 from spectrain.stores.row_cache import corpus_rows
-from spectrain.training.served import KEY, key
+from spectrain.training.served import key
 from spectrain.training.strategies import fast_precision
 
 NOT_HASHED = ("out", "fresh", "batch_tokens", "serve", "listen")  # they change no feature, or not beyond rounding
@@ -76,12 +76,7 @@ def serve(options: Activations) -> None:
         precision = fast_precision(options.precision, target.device.type)
         server = StatesServer(target, options.target.path, precision, options.batch_tokens, secret)
         address = ":".join(map(str, listener.getsockname()))
-        facts = {
-            "target": f"{options.target.path} ({server.facts['target_fingerprint']})",
-            "computed in": f"{precision}, on {target.device}",
-            "address": address,
-            "key": f"what the environment variable {KEY} holds",
-        }
+        facts = {"target": options.target.path, "computed in": f"{precision}, on {target.device}", "address": address}
         command = f"python -m spectrain.train +exp=spire data=served data.address={address}"
         show_facts("server of hidden states", facts, command + target_override(plain(options)))
         sys.stdout.flush()

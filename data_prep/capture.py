@@ -15,7 +15,6 @@ from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import cached_property
-from pathlib import Path
 
 import torch
 from rich.filesize import decimal
@@ -98,7 +97,11 @@ class ShardParts(Parts):
         token = token_bytes(manifest.dtype, len(manifest.layers), manifest.hidden_size)
         less = "lower corpus.max_documents" if manifest.dtype == "int8" else "give dtype=int8"
         need_bytes = sum(self.sizes[index] for index in todo) * token
-        say_size(build.out, need_bytes)
+        log.info("the store will take %s", decimal(need_bytes))
+        if need_bytes > min(MUCH_BYTES, MUCH_OF_DISK * free_bytes(build.out)):
+            log.warning(
+                "that is much; data=online computes what it holds while training, and data=served asks a server"
+            )
         check_disk(build.out, need_bytes, less)
         # What a kill left of shards that were being written has a hidden name, ours or safetensors' own.
         for file in build.store.glob(".*"):
@@ -167,17 +170,6 @@ class ShardParts(Parts):
         """Put the store, whose shards stand where they were written, in its place."""
         write_manifest(build.store, self.manifest)
         build.publish()
-
-
-def say_size(out: Path, n_bytes: int) -> None:
-    """Log how large a store will be, and what needs none where it is large for its disk or for any."""
-    log.info("the store will take %s", decimal(n_bytes))
-    if n_bytes > min(MUCH_BYTES, MUCH_OF_DISK * free_bytes(out)):
-        log.warning(
-            "%s is much: data=online computes these states while it trains, and data=served asks a server for them "
-            "(docs/data.md)",
-            decimal(n_bytes),
-        )
 
 
 def autocast(device: torch.device, precision: str) -> torch.autocast:

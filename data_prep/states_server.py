@@ -183,4 +183,6 @@ def listen_at(listen: str) -> socket.socket:
     try:
         return socket.create_server(address_of("listen", listen))
     except OSError as error:
-        raise UserError(f"listen={listen} cannot be listened at ({error.strerror}); give another host:port") from error
+        raise UserError(
+            f"listen={listen} cannot be listened at ({error.strerror.split(' (')[0]}); give another host:port"
+        ) from error
