@@ -3,6 +3,7 @@
     python -m data_prep.activations corpus=<file or folder> target=<folder or hub id>
     python -m data_prep.activations corpus=responses:<folder> target=...     # the target's own text
     torchrun --nproc-per-node 8 -m data_prep.activations ...
+    python -m data_prep.activations serve=true target=...                    # no store: trainings ask (data=served)
 
 For every token the inputs of some blocks and the final hidden state are kept, never logits. The same command resumes
 after an interruption. `--help` lists its options.
@@ -15,6 +16,7 @@ if __name__ == "__main__":  # first, so that --help and a wrong option are answe
 
     run("data_prep.activations")
 
+import sys
 from functools import partial
 from pathlib import Path
 
@@ -23,22 +25,27 @@ from rich.filesize import decimal
 from data_prep.capture import ShardParts
 from data_prep.pipeline import Build, decided, group_size, hashed_config, launch, rank_device, store_path
 from data_prep.progress import show_facts, speed, target_override
+from data_prep.states_server import StatesServer, listen_at
 from spectrain.cli import interruptible, open_target
 from spectrain.config import plain
 from spectrain.config.commands import Activations
 from spectrain.decoding import TargetModel
-from spectrain.errors import UserError
+from spectrain.errors import AllRanksError, UserError
 from spectrain.models.pruned_init import last_layers
 from spectrain.stores.features import ACTIVATIONS
 from spectrain.stores.packing import Packed
 from spectrain.stores.row_cache import corpus_rows
+from spectrain.training.served import key
 from spectrain.training.strategies import fast_precision
 
-NOT_HASHED = ("out", "fresh", "batch_tokens")  # they change no feature, or not beyond rounding
+NOT_HASHED = ("out", "fresh", "batch_tokens", "serve", "listen")  # they change no feature, or not beyond rounding
 DEFAULT_LAYERS = 2  # the last ones, as conf/exp/spire.yaml
 
 
 def main(options: Activations) -> None:
+    if options.serve:
+        serve(options)
+        return
     with interruptible("to resume"):
         fabric = launch(options.target.device, options.target.parallel)
         target = capturing_target(options, open_target(options.target, rank_device(fabric)))
@@ -55,6 +62,23 @@ def main(options: Activations) -> None:
         tokens_per_s = build.run(lambda: parts)
     if fabric.is_global_zero:
         show(out, tokens_per_s)
+
+
+def serve(options: Activations) -> None:
+    """Answer trainings until a signal ends the command."""
+    if launch("cpu", "none").world_size > 1:
+        raise AllRanksError("serve=true is one process; start it without torchrun, with target.parallel=device_map")
+    secret = key()
+    with interruptible("to serve again"), listen_at(options.listen) as listener:
+        target = open_target(options.target)
+        precision = fast_precision(options.precision, target.device.type)
+        server = StatesServer(target, options.target.path, precision, options.batch_tokens, secret)
+        address = ":".join(map(str, listener.getsockname()))
+        facts = {"target": options.target.path, "computed in": f"{precision}, on {target.device}", "address": address}
+        command = f"python -m spectrain.train +exp=spire data=served data.address={address}"
+        show_facts("server of hidden states", facts, command + target_override(plain(options)))
+        sys.stdout.flush()
+        server.run(listener)
 
 
 def capturing_target(options: Activations, target: TargetModel) -> TargetModel:

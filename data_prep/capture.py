@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from functools import cached_property
 
 import torch
+from rich.filesize import decimal
 from torch import Tensor
 
 from data_prep.pipeline import Build, Parts, check_disk
@@ -26,12 +27,14 @@ from spectrain.decoding.memory import is_out_of_memory
 from spectrain.decoding.target import TargetModel
 from spectrain.errors import UserError
 from spectrain.stores.features import FeatureManifest, quantise, shard_name, token_bytes, write_shard
+from spectrain.stores.files import free_bytes
 from spectrain.stores.folder import write_manifest
 from spectrain.stores.packing import Packed, PackedRows
 
 log = logging.getLogger(__name__)
 
 AUTOCAST = {"bf16-mixed": torch.bfloat16, "16-mixed": torch.float16}  # by Lightning's names of precision
+MUCH_BYTES, MUCH_OF_DISK = 100 * 10**9, 0.1  # of a store: bytes, and share of what the disk has free
 PENDING_SHARDS = 2  # waiting to be written, in memory beside the one that is computed
 
 
@@ -93,7 +96,13 @@ class ShardParts(Parts):
         todo = [index for index in indices if not (build.store / shard_name(index)).is_file()]
         token = token_bytes(manifest.dtype, len(manifest.layers), manifest.hidden_size)
         less = "lower corpus.max_documents" if manifest.dtype == "int8" else "give dtype=int8"
-        check_disk(build.out, sum(self.sizes[index] for index in todo) * token, less)
+        need_bytes = sum(self.sizes[index] for index in todo) * token
+        log.info("the store will take %s", decimal(need_bytes))
+        if need_bytes > min(MUCH_BYTES, MUCH_OF_DISK * free_bytes(build.out)):
+            log.warning(
+                "that is much; data=online computes what it holds while training, and data=served asks a server"
+            )
+        check_disk(build.out, need_bytes, less)
         # What a kill left of shards that were being written has a hidden name, ours or safetensors' own.
         for file in build.store.glob(".*"):
             file.unlink()

@@ -11,6 +11,10 @@ turns. Ratios compare two neighbouring steps and are medians with a 95 % bootstr
 Compares the memory of steps that plan=true says with the peak of the resident set, one process per configuration, and
 says how many microseconds of the processor a token takes: of the target's features, and of all else.
 
+    python scripts/bench_training.py --served --length 256 --pairs 5
+
+Tokens/s and the largest resident set of trainings with data=online and data=served, in turns, each process on one core.
+
     python scripts/bench_training.py --target smollm2 --chats 20000
 
 How fast ShareGPT rows become tokens beside the tokenizer's own `apply_chat_template`, in turns, and what making rows of
@@ -30,6 +34,8 @@ import json
 import os
 import random
 import re
+import secrets
+import socket
 import subprocess
 import sys
 import tempfile
@@ -63,11 +69,13 @@ from spectrain.stores.locations import bundled_folder
 from spectrain.stores.row_cache import corpus_rows
 from spectrain.stores.texts import read_documents
 from spectrain.training import spire
-from spectrain.training.data import RowBatch
+from spectrain.training.data import RowBatch, SeededLoader
 from spectrain.training.losses import LossSettings, Teacher, drafter_loss
 from spectrain.training.optim import build_optimizer
 from spectrain.training.runs import RunFolder
+from spectrain.training.served import KEY
 
+WARM_UP, STEPS = 8, 30  # more than are read ahead
 CONFIGURATIONS = (
     "data.row_tokens=512",
     "data.row_tokens=1024",
@@ -100,6 +108,8 @@ def main() -> None:
     parser.add_argument("--out", help="file for the table of --ranks")
     parser.add_argument("--train", nargs="+", help=argparse.SUPPRESS)
     parser.add_argument("--memory-of", nargs="+", help=argparse.SUPPRESS)
+    parser.add_argument("--served", action="store_true", help="compare data=served with data=online")
+    parser.add_argument("--steps-of", nargs="+", help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.memory_of:
         print(*planned_and_measured(args.memory_of))
@@ -109,11 +119,17 @@ def main() -> None:
         sys.argv[1:] = args.train
         cli.run("spectrain.train")
         return
+    if args.steps_of:
+        print(*timed_steps(args.steps_of))
+        return
     if args.memory:
         report_memory(args)
         return
     if args.ranks:
         report_ranks(args)
+        return
+    if args.served:
+        report_served(args)
         return
     target = load_target(bundled_folder(args.target) or args.target)
     if args.chats:
@@ -292,6 +308,56 @@ def curve_of(args: argparse.Namespace, trainer: str) -> dict[int, dict[str, floa
 
 def speed_of(curve: dict[int, dict[str, float]]) -> float:
     return [row["train/tokens_per_s"] for row in curve.values() if "train/tokens_per_s" in row][-1]
+
+
+def report_served(args: argparse.Namespace) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        address = f"127.0.0.1:{free.getsockname()[1]}"
+    env = os.environ | {"OMP_NUM_THREADS": "1", KEY: secrets.token_hex()}
+    target = f"target={args.target}"
+    serve = [sys.executable, "-m", "data_prep.activations", "serve=true", f"listen={address}", target]
+    with subprocess.Popen(serve, env=env, stdout=subprocess.PIPE, text=True) as server:
+        while not server.stdout.readline().startswith("next:"):
+            assert server.poll() is None, "the server has ended"
+        found = {"online": [], "served": []}
+        rows = f"{target} data.row_tokens={args.length} data.batch_size={args.batch}"
+        for pair in range(args.pairs):
+            for source, numbers in found.items():
+                address_of = f"data.address={address}" if source == "served" else ""
+                options = f"+exp=spire {rows} data={source} {address_of}".split()
+                command = [sys.executable, __file__, "--steps-of", *options]
+                out = subprocess.run(command, check=True, capture_output=True, text=True, env=env).stdout
+                numbers.append([float(number) for number in out.split()[-2:]])
+            said = (f"{name} {numbers[-1][0]:.0f} tokens/s" for name, numbers in found.items())
+            print(f"pair {pair + 1}:", *said, f"load {os.getloadavg()[0]:.1f}", flush=True)
+        server.terminate()
+    online, served = (np.array(found[source]) for source in ("online", "served"))
+    print(f"served / online, tokens/s: {median(served[:, 0] / online[:, 0])}")
+    sizes = (
+        f"{name} {values[:, 1].max() / 2**20:.0f} MiB" for name, values in (("online", online), ("served", served))
+    )
+    print("largest resident set of the training:", *sizes)
+
+
+def timed_steps(overrides: Sequence[str]) -> tuple[float, int]:
+    """Return tokens/s of a training's steps behind the first ones, and its largest resident set in bytes (Linux)."""
+    config = settled(plain(options_of("train", composed("train", *overrides))))
+    run = RunFolder(Path(), config, "measured")
+    has_blocks = run.experiment_type.needs_blocks(config)
+    parts = run.experiment(partial(open_target, run.target, "cpu", has_blocks)).prepare()
+    module, rows, start = parts.module, parts.data.train, 0.0
+    module.begin(rows)
+    optimizer = build_optimizer(module.named_parameters(), Optimizer(**config["optimizer"] | {"lr": 1e-9}))
+    half = torch.autocast("cpu", torch.bfloat16, enabled=config["trainer"]["precision"] == "bf16-mixed")
+    loader = SeededLoader(rows.__getitem__, len(rows), config["data"]["batch_size"], config["seed"])
+    for number, batch in enumerate(islice(loader, WARM_UP + STEPS)):
+        start = time.perf_counter() if number == WARM_UP else start
+        with half:
+            loss = module.objective(batch)
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+    return STEPS * batch.n_tokens / (time.perf_counter() - start), resident_peak_bytes()
 
 
 def report_chats(target: TargetModel, n_chats: int) -> None:

@@ -381,8 +381,10 @@ def settle_dtype(options: object) -> None:
         target.dtype = dtype_of(vars(target), torch.cuda.is_available())
 
 
-def open_target(chosen: config.Target, device: str | None = None, all_ranks: bool = False) -> TargetModel:
-    """Load the target of a command's options, on `device` where given.
+def open_target(
+    chosen: config.Target, device: str | None = None, has_blocks: bool = True, all_ranks: bool = False
+) -> TargetModel:
+    """Load the target of a command's options, on `device` where given; without its blocks where these are not run.
 
     Raise UserError with `all_ranks` if not all ranks hold it together, because each works on the same texts.
     """
@@ -391,6 +393,11 @@ def open_target(chosen: config.Target, device: str | None = None, all_ranks: boo
     from spectrain.models.packages import target_path
 
     path, device = target_path(chosen.path), device or chosen.device
+    if not has_blocks and chosen.parallel == "none":
+        from spectrain.decoding.tables import open_tables
+
+        if (tables := open_tables(Path(path), chosen.dtype, device)) is not None:
+            return tables
     options = {"engine": chosen.engine, "graphs": chosen.graphs, "compile": chosen.compile, "tp": chosen.tp}
     target = load_target(path, chosen.dtype, device, chosen.parallel, **options)
     if all_ranks and (n_ranks := int(os.environ.get("WORLD_SIZE", 1))) > (target.group.size if target.group else 1):

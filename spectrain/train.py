@@ -19,6 +19,7 @@ if __name__ == "__main__":  # first, so that --help and a wrong option are answe
     run("spectrain.train")
 
 import logging
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -32,7 +33,7 @@ from torch import Tensor
 from spectrain.cli import in_multirun, open_target
 from spectrain.config import plain
 from spectrain.config.training import Train
-from spectrain.decoding import Drafter
+from spectrain.decoding import Drafter, TargetModel
 from spectrain.errors import FinishedRun, UserError
 from spectrain.measure.plan import meta_target
 from spectrain.measure.plots import calibration, training_pictures, write_png
@@ -83,10 +84,12 @@ def train(options: Train, run: RunFolder) -> None:
             show_plan(run.config)
         except Exception as error:  # heads and targets have none, and a plan must not end a training
             log.debug("no plan: %s", error)
-    experiment = run.experiment(partial(open_target, run.target, target_device(run.config)))
+    whole = partial(open_target, run.target, target_device(run.config))
+    has_blocks = bool(options.vanilla) or run.experiment_type.needs_blocks(run.config)
+    experiment = run.experiment(partial(whole, has_blocks=has_blocks))
     parts = experiment.prepare()
     run.change(parts.data.changed)
-    measurement = Measurement(options, experiment, parts) if experiment.drafts else None
+    measurement = Measurement(options, experiment, parts, whole) if experiment.drafts else None
     peak = peak_tokens_per_s(run.config) if experiment.drafts else None
     trainer = fit(run, parts, steps_of(run, experiment, parts), in_multirun(), peak)
     group = experiment.target and experiment.target.group
@@ -137,7 +140,8 @@ class Measurement:
     What cannot be measured, or a `vanilla` that cannot be opened, is reported before the training.
     """
 
-    def __init__(self, options: Train, experiment: Experiment, parts: Parts) -> None:
+    def __init__(self, options: Train, experiment: Experiment, parts: Parts, whole: Callable[[], TargetModel]) -> None:
+        self.whole = whole  # loads the target, of which the training may have had only the tables
         self.experiment, self.target, self.seed = experiment, experiment.target, options.seed
         self.method = about(experiment.exports).method
         self.contexts = parts.data.contexts
@@ -148,6 +152,8 @@ class Measurement:
 
     def of(self, weights: dict[str, Tensor]) -> dict:
         """Measure the weights, on contexts that validation does not see where there are any."""
+        if not self.target.has_blocks:
+            self.experiment.target = self.target = self.whole()
         drafters = self.others | {self.method: self.experiment.drafter(weights)}
         measured = measure_tau(self.target, drafters, self.contexts, self.settings, self.seed)
         return measured | measure_speed(self.target, drafters, self.method, self.contexts, self.settings, self.seed)

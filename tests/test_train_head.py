@@ -233,7 +233,7 @@ def test_a_run_does_not_go_on_with_other_rows(run, small, trained):
 def test_a_vanilla_drafter_is_not_trained_from_a_store(run, shared):
     code, _, err = run("train", "+exp=vanilla", "data=offline", f"corpus={shared / 'corpus'}", "data.row_tokens=64")
     assert code == 2
-    assert "data=offline is for +exp=spire and +exp=specdecpp only; give data=online" in err
+    assert "data=offline is for other experiments than +exp=vanilla; give data=online" in err
 
 
 def test_a_head_asks_for_its_drafter_and_a_drafter_is_no_head(run, made):

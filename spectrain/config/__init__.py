@@ -57,6 +57,7 @@ GROUPS = {  # files of groups that are classes
     ("corpus", "stdlib"): commands.Corpus,
     ("data", "online"): training.Online,
     ("data", "offline"): training.Offline,
+    ("data", "served"): training.Served,
     **{("exp", name): kind for name, kind in training.EXPERIMENTS.items()},
 }
 
@@ -92,7 +93,7 @@ def options_of(command: str, cfg: DictConfig) -> object:
         {name: trainer[name] for name in names_of(training.Trainer) if name in trainer}, training.Trainer, "trainer."
     )
     values["trainer"] = trainer | {name: value for name, value in asdict(known).items() if name in trainer}
-    data = training.Offline if values["data"]["source"] == "offline" else training.Online
+    data = GROUPS.get(("data", values["data"]["source"]), training.Online)
     options = typed({name: value for name, value in values.items() if name != "data"}, kind)
     return replace(options, data=asdict(typed(values["data"], data, "data.")), own=own)
 

@@ -225,6 +225,8 @@ class Activations(Built):
     )
     batch_tokens: int = BATCH_TOKENS
     shard_tokens: int = option(65536, "per piece of work: what a rank takes, and the most that a kill loses", least=1)
+    serve: bool = option(False, "true: store nothing, and compute what trainings with data=served ask for")
+    listen: str = option("127.0.0.1:7463", "serve=true: host:port; the key is read from the variable SPECTRAIN_KEY")
 
 
 @dataclass

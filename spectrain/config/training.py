@@ -49,6 +49,16 @@ class Offline(Data):
 
 
 @dataclass
+class Served(Online):
+    """Another process owns the target and computes its hidden states (data_prep.activations serve=true)."""
+
+    _target_: str = "spectrain.training.sources.Served"
+    source: str = "served"
+    address: str = option("127.0.0.1:7463", "host:port of the server, whose key is read from SPECTRAIN_KEY")
+    timeout_s: float = option(300.0, "without an answer of the server, until the training gives up", above=0)
+
+
+@dataclass
 class Optimizer:
     name: str = option("adamw", "muon: matrices by Muon, the rest by AdamW", one_of=("adamw", "muon"))
     lr: float | None = option(None, "highest learning rate; null: lr_times_width / width of what is trained", above=0)

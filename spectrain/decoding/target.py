@@ -87,6 +87,8 @@ class TargetModel:
         UserError: the model is none that the loop can run, or the engine does not know it.
     """
 
+    has_blocks = True  # False: nothing is run, and only embedding and unembedding are in memory (tables.py)
+
     def __init__(
         self,
         model: PreTrainedModel,
@@ -124,6 +126,11 @@ class TargetModel:
         return self._engine.name
 
     @property
+    def tables(self) -> nn.ModuleList:
+        """Embedding and unembedding."""
+        return nn.ModuleList([self.model.get_input_embeddings(), self.model.get_output_embeddings()])
+
+    @property
     def text_blocks(self) -> Sequence[nn.Module]:
         """The blocks of the lean decoder that whole texts run through; () of other models."""
         return self._engine.text_decoder.blocks if self.engine == "lean" else ()
@@ -131,7 +138,8 @@ class TargetModel:
     def to(self, device: torch.device) -> None:
         """Move the model in place, unless it is spread over several devices."""
         if device != self.device and not hasattr(self.model, "hf_device_map"):
-            self.model.to(device)
+            for module in [self.model] if self.has_blocks else self.tables:
+                module.to(device)
 
     def in_8_bits(self) -> TargetModel:
         """Return the same model with weights of 8 bits where it runs on the lean decoder and a CPU; for drafting."""

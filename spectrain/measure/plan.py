@@ -155,7 +155,7 @@ class Outline:
             batch = RowBatch(tokens, torch.ones_like(tokens, dtype=torch.bool), [0] * rows, tokens.numel())
             if data.get("document_mask"):
                 batch.starts = torch.zeros_like(tokens)
-            if data["source"] == "offline":
+            if data["source"] != "online":
                 states = torch.empty(*tokens.shape, 1 + drafter.config.n_layer, self.module.target.config.hidden_size)
                 batch.captured, batch.final_hidden = states[:, :, 1:].bfloat16(), states[:, :, 0].bfloat16()
             half = str(self.config["trainer"]["precision"]).startswith("bf16")
@@ -166,7 +166,8 @@ class Outline:
     def weights(self, ranks: int) -> dict[str, int]:
         """Return the bytes that a rank holds all the time, by what they are."""
         config, trained, stage = self.config, self.trained, _zero(self.config)
-        held = {"target": self.target_bytes(tensor_ranks(config, ranks))}
+        size, target = tensor_ranks(config, ranks), self.module.target
+        held = {"target": self.target_bytes(size) if self.experiment.needs_blocks(config) else _n_bytes(target.tables)}
         adam = _state_bytes(config["optimizer"]["name"], self.module)
         if stage is None:
             buckets = {"gradients in exchange": 4 * trained} if ranks > 1 else {}

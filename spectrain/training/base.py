@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -155,14 +155,20 @@ class Experiment(ABC):
     """
 
     drafts: bool = False  # whether the model drafts by itself; then its tau is measured
-    reads_stores: bool = False  # whether it can be trained with data=offline
+    sources: tuple[str, ...] = ("online",)  # values of `data` that it can be trained with
     exports: str  # the kind of folder that it is exported to, a key of `spectrain.models.artifacts.KINDS`
 
     def __init__(self, run: RunFolder, data: Source, open_target: Callable[[], TargetModel]) -> None:
-        if data.source != "online" and not self.reads_stores:
-            raise UserError(f"data={data.source} is for +exp=spire and +exp=specdecpp only; give data=online")
+        if data.source not in self.sources:
+            known = " or ".join(f"data={source}" for source in self.sources)
+            raise UserError(f"data={data.source} is for other experiments than +exp={run.config['kind']}; give {known}")
         self.run, self.config, self.data = run, run.config, data
         self.target: TargetModel | None = open_target()
+
+    @staticmethod
+    def needs_blocks(config: Mapping) -> bool:
+        """Whether a training of this config runs the target's blocks; else the target may have its tables alone."""
+        return True
 
     @abstractmethod
     def prepare(self) -> Parts:

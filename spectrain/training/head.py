@@ -108,7 +108,7 @@ class HeadTraining(Training):
 class HeadExperiment(Experiment):
     """An acceptance head for a vanilla or SPIRe drafter."""
 
-    exports, reads_stores = "head", True
+    exports, sources = "head", ("online", "offline")
 
     def __init__(self, run: RunFolder, data: Source, open_target: Callable[[], TargetModel]) -> None:
         super().__init__(run, data, open_target)

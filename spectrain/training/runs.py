@@ -48,9 +48,12 @@ Curve = dict[int, dict[str, float]]  # step -> metric -> value
 CONFIG, FACTS, SOURCE, EXPORT = "config.yaml", "run.json", "source.json", "export.json"
 # They do not change what is trained.
 NOT_HASHED = ("run_dir", "fresh", "plan", "hardware", "logger", "out", "tau", "vanilla", "checkpoint_s", "export_dtype")
-# A run may go on with another number of ranks.
-NOT_HASHED_OF_TRAINER = ("devices", "num_nodes", "log_every_n_steps", "activation_checkpointing", "compile")
-NOT_HASHED_OF_TARGET = ("device", "parallel", "tp")
+# A run may go on with another number of ranks, or another server of the same target.
+NOT_HASHED_OF = {
+    "trainer": ("devices", "num_nodes", "log_every_n_steps", "activation_checkpointing", "compile"),
+    "target": ("device", "parallel", "tp"),
+    "data": ("address", "timeout_s"),
+}
 
 
 @dataclass(frozen=True)
@@ -115,8 +118,7 @@ class RunFolder:
         config = settle(self.config)
         if self.resumes:  # what is not hashed, and where it runs, may be another now
             begun, runs_on = hashed(read_yaml(self.path / CONFIG)), config["trainer"]["accelerator"]
-            merged = {name: config[name] | begun[name] for name in ("trainer", "target")}
-            config = config | begun | merged
+            config = config | begun | {name: config[name] | begun[name] for name in NOT_HASHED_OF}
             config["trainer"]["accelerator"] = runs_on
         return dataclasses.replace(self, config=config, asked=self.config)
 
@@ -329,10 +331,9 @@ def plain_name(name: str) -> str:
 def hashed(config: Mapping) -> dict:
     """Return the options that what is trained depends on."""
     kept = {key: value for key, value in config.items() if key not in NOT_HASHED}
-    of_trainer = NOT_HASHED_OF_TRAINER
-    if "deepspeed" not in str((kept.get("trainer") or {}).get("strategy")):  # the others share their checkpoints
-        of_trainer = (*of_trainer, "strategy")
-    for name, left_out in (("trainer", of_trainer), ("target", NOT_HASHED_OF_TARGET)):
-        if isinstance(kept.get(name), Mapping):
-            kept[name] = {key: value for key, value in kept[name].items() if key not in left_out}
+    for name, left_out in NOT_HASHED_OF.items():
+        if isinstance(node := kept.get(name), Mapping):
+            if name == "trainer" and "deepspeed" not in str(node.get("strategy")):  # others share their checkpoints
+                left_out = (*left_out, "strategy")
+            kept[name] = {key: value for key, value in node.items() if key not in left_out}
     return kept

@@ -38,6 +38,7 @@ from spectrain.stores.rows import (
     open_responses,
 )
 from spectrain.training.data import FeatureRows, RowData, TokenRows
+from spectrain.training.served import HiddenStates, ServedRows, key
 from spectrain.training.strategies import planned_ranks, precision_of, uses_gpu
 
 log = logging.getLogger(__name__)
@@ -109,11 +110,7 @@ class Offline(config_training.Offline):
     ) -> RowData:
         """The rows of a store of activations."""
         store, trainer = self._open_features(target, layers, config["target"]["path"]), config["trainer"]
-        if store.manifest.precision != precision_of(trainer) and rank_zero_only.rank == 0:
-            log.warning(
-                "%s was computed in %s, and trainer.precision=%s: losses differ by rounding from those of data=online",
-                *(store.folder, store.manifest.precision, precision_of(trainer)),
-            )
+        warn_of_rounding(str(store.folder), "trainer.precision", store.manifest.precision, precision_of(trainer))
         longest = max(config["tau"]["context_tokens"])
         is_pinned = uses_gpu(trainer["accelerator"])
         rows = FeatureRows(store, np.arange(len(store)), layers, self.row_tokens, is_pinned, self.loss_on)
@@ -163,12 +160,44 @@ def check_row_tokens(row_tokens: int, target: TargetModel) -> None:
         )
 
 
+class Served(config_training.Served, Online):
+    """The rows are those of data=online. Another process computes what its target says of them."""
+
+    def drafter_rows(
+        self, config: Mapping, target: TargetModel, layers: tuple[int, ...] = (), asked: Mapping | None = None
+    ) -> RowData:
+        server = HiddenStates(self.address, key(), self.timeout_s, uses_gpu(config["trainer"]["accelerator"]))
+        facts, name = server.facts, config["target"]["path"]
+        if facts["target_fingerprint"] != (own := fingerprint(target.model, target.tokenizer)):
+            raise UserError(
+                f"the server at {self.address} has the target {facts['target']} ({facts['target_fingerprint']}), not "
+                f"{name} ({own}); give its target=..., or the address of another server"
+            )
+        given = {"trainer.precision": precision_of(config["trainer"]), "target.dtype": config["target"]["dtype"]}
+        for option, value in given.items():
+            warn_of_rounding(f"the server at {self.address}", option, facts[option], value)
+        data = super().drafter_rows(config, target, layers, asked)
+        data.train, data.held_out = (
+            ServedRows(**vars(rows), server=server, layers=layers) for rows in (data.train, data.held_out)
+        )
+        return data
+
+
+def warn_of_rounding(source: str, option: str, found: str, value: str) -> None:
+    """Warn where states of the target are computed in another precision than the training's."""
+    if found != value and rank_zero_only.rank == 0:
+        log.warning(
+            "%s has states computed in %s, and %s=%s: losses differ by rounding from those of data=online",
+            *(source, found, option, value),
+        )
+
+
 def contexts_of(row_tokens: int) -> list[int]:
     """Return the lengths of the contexts that tau is measured on, where none are asked."""
     return [max(1, row_tokens // 4), max(1, row_tokens // 2)]
 
 
-Source = Online | Offline
+Source = Online | Offline | Served
 
 
 def head_sampling(config: Mapping, store: ResponseStore | AcceptanceStore) -> Sampling:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Mapping
 from pathlib import Path
 
 import torch
@@ -147,12 +148,18 @@ class SpireTraining(Training):
 class SpireExperiment(Experiment):
     """A SPIRe drafter for a target whose blocks it can have."""
 
-    exports, drafts, reads_stores = "spire", True, True
+    exports, drafts, sources = "spire", True, ("online", "offline", "served")
+
+    @staticmethod
+    def needs_blocks(config: Mapping) -> bool:
+        return config["data"]["source"] == "online" or not config["target_activations"]
 
     def prepare(self) -> Parts:
         config = self.config
-        if config["memories"] != "blocks" and config["data"]["source"] == "offline":
-            raise UserError(f"memories={config['memories']} is an ablation that no store is made for; give data=online")
+        if config["memories"] != "blocks" and config["data"]["source"] != "online":
+            raise UserError(
+                f"memories={config['memories']} is an ablation that needs the target itself; give data=online"
+            )
         data = self.data.drafter_rows(config, self.target, self.shape().block_layers, self.run.asked)
         is_new, source = config["init"] in NEW, {}
         drafter = self.new(data.train) if is_new else self.trained_before()

@@ -77,6 +77,16 @@ def test_the_store_holds_what_the_target_says_of_the_rows_that_training_packs(ca
     assert os.stat("a/shard-00000.safetensors").st_mode == os.stat("a/manifest.json").st_mode
 
 
+def test_the_size_is_said_first_and_what_needs_no_store_where_it_is_large(capture, asked, monkeypatch):
+    for much, is_much in ((1 << 40, False), (1000, True)):
+        monkeypatch.setattr("data_prep.capture.MUCH_BYTES", much)
+        monkeypatch.setattr("data_prep.capture.MUCH_OF_DISK", 1.0)
+        code, _, err = capture(*asked, f"out={is_much}")
+        assert code == 0, err
+        assert "the store will take " in err
+        assert ("data=served asks a server" in err) == is_much
+
+
 def cut(capture, monkeypatch, *arguments: str, shards: int = 2) -> None:
     """Leaves a build after so many shards."""
     capture_shard, made = ShardParts.capture, []

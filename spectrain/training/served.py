@@ -1,0 +1,242 @@
+"""Hidden states of a target that another process owns: `python -m data_prep.activations serve=true` (docs/data.md).
+
+    server = HiddenStates("127.0.0.1:7463", key(), timeout_s=300)
+    features = server.features(tokens, starts, layers=(6, 7))
+
+The server keeps nothing between two requests: a training, which owns the order of its rows, sends tokens and gets what
+its own target would say of them. So a restart of either side can neither lose nor double a row. After the challenges of
+`multiprocessing.connection`, by which both sides prove the key, messages are JSON objects and raw values, no pickles:
+
+    server: {"version", "target", "target_fingerprint", .., "memory": [pid, file, nonce]}
+    client: {"shape": [B, L], "layers": [6, 7], "packed": false, "mapped": true}     tokens [B, L] int32 (and starts)
+    server: {}    captured [B, L, C, D] bfloat16 and final_hidden [B, L, D] bfloat16      or {"error": sentence}
+
+A client that can open the server's memory file is on the same machine, and reads the values there.
+
+`features` is all that a training calls, so that an engine can stand behind it. vLLM's `extract_hidden_states` is near:
+layer ids count as ours do (i is the input of block i, and n_layer the last block's output), and a request of a
+document's ids with max_tokens=1 is answered with the path of a safetensors file, `hidden_states` [L, C, D]. An adapter
+sends one request per packed document, reads that file, and applies the final norm, in front of which vLLM captures. The
+server is started with the drafter's layers and without prefix caching, as cached tokens have no states.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import socket
+import struct
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from io import FileIO
+from multiprocessing import AuthenticationError
+from multiprocessing.connection import Connection, answer_challenge, deliver_challenge
+from typing import TypeVar
+
+import torch
+from torch import Tensor
+
+from spectrain.decoding.target import Features
+from spectrain.errors import UserError
+from spectrain.stores.signals import SIGNALS
+from spectrain.training.data import RowBatch, TokenRows
+
+log = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+VERSION = 1
+KEY = "SPECTRAIN_KEY"
+HEADER_BYTES = 1 << 14  # the most of a JSON object
+PIECE_BYTES = 1 << 20  # of values in one message
+CONNECT_S = 10.0  # for a connection; for the first one in all
+BAD_LENGTH = "bad message length"  # as `Connection` says it of what no server of ours sends
+PAUSES_S = (0.1, 2.0)  # between two attempts, from the first to the longest
+
+
+def key() -> bytes:
+    """Return the key that server and trainings share, from the environment, where no list of processes shows it."""
+    if not os.environ.get(KEY):
+        raise UserError(
+            f"the environment variable {KEY} is not set; set it to a secret that server and trainings share"
+        )
+    return os.environ[KEY].encode()
+
+
+def address_of(option: str, value: str) -> tuple[str, int]:
+    """Return host and port of an option; UserError where they cannot be some."""
+    host, _, port = value.rpartition(":")
+    if not host or not port.isdecimal() or int(port) > 65535:
+        raise UserError(f"{option}={value} is no address; give host:port, such as 127.0.0.1:7463")
+    return host, int(port)
+
+
+def opened(connected: socket.socket, wait_s: float) -> Connection:
+    """Return a connection whose reads and writes fail where the other side does nothing for so many seconds."""
+    connected.settimeout(None)
+    connected.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    connected.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    for option in (socket.SO_RCVTIMEO, socket.SO_SNDTIMEO):
+        connected.setsockopt(socket.SOL_SOCKET, option, struct.pack("ll", max(1, round(wait_s)), 0))
+    return Connection(connected.detach())
+
+
+def send_object(connection: Connection, values: Mapping) -> None:
+    connection.send_bytes(json.dumps(values).encode())
+
+
+def send_values(connection: Connection, values: Tensor, memory: FileIO | None = None) -> None:
+    """Send a contiguous tensor of the CPU, or write it into memory that the other side reads."""
+    for start, piece in _pieces(values):
+        connection.send_bytes(piece) if memory is None else os.pwrite(memory.fileno(), piece, start)
+
+
+def read_values(connection: Connection, out: Tensor, memory: FileIO | None = None) -> None:
+    """Fill a contiguous tensor of the CPU. Raises ValueError or OSError where other sizes arrive."""
+    for start, piece in _pieces(out):
+        if memory is None:
+            piece[:] = connection.recv_bytes(PIECE_BYTES)
+        elif os.preadv(memory.fileno(), [piece], start) < len(piece):
+            raise EOFError
+
+
+def _pieces(values: Tensor) -> list[tuple[int, memoryview]]:
+    data = values.view(-1).view(torch.uint8).numpy().data
+    return [(start, data[start : start + PIECE_BYTES]) for start in range(0, len(data), PIECE_BYTES)]
+
+
+@dataclass
+class HiddenStates:
+    """The server at an address, for any number of threads, each of which has one request under way.
+
+    Raises:
+        UserError: there is no such server, or it has another key; it is gone for `timeout_s`, has become another
+            target's, or refuses a request.
+    """
+
+    address: str
+    key: bytes
+    timeout_s: float  # without an answer, until `features` gives up
+    pinned: bool = False  # states lie in pinned memory, so that a GPU fetches them beside its work
+    facts: dict = field(default_factory=dict)  # of the server, as it sends them
+    _idle: list[tuple[Connection, FileIO | None]] = field(default_factory=list)  # with the server's memory
+    _gone_s: float | None = None  # since when there is no answer
+    _lock: threading.Lock = field(default_factory=threading.Lock)
+
+    def __post_init__(self) -> None:
+        self._idle.append(self._retried(self._connected))
+
+    def features(self, tokens: Tensor, starts: Tensor | None = None, layers: Sequence[int] = ()) -> Features:
+        """Return the inputs [B, L, C, D] of blocks and the final states [B, L, D], bfloat16, of rows of tokens.
+
+        tokens, starts: [B, L] int64, see `TargetModel.features`. A server that is gone is asked again, with pauses.
+        """
+        n_rows = max(1, self.facts["batch_tokens"] // tokens.shape[1])
+        sent = zip(*[one.int().split(n_rows) for one in (tokens, starts) if one is not None], strict=True)
+        found = [self._retried(partial(self._ask, rows, list(layers))) for rows in sent]
+        captured, final = (one[0] if len(one) == 1 else torch.cat(one) for one in zip(*found, strict=True))
+        return Features(captured if len(layers) else None, final)
+
+    def _ask(self, sent: Sequence[Tensor], layers: list[int]) -> tuple[Tensor, Tensor]:
+        """Return captured and final states of rows, on a connection that is idle or new."""
+        with self._lock:
+            connected = self._idle.pop() if self._idle else None
+        connection, memory = connected or self._connected()
+        shape, width = list(sent[0].shape), self.facts["hidden_size"]
+        asked = {"shape": shape, "layers": layers, "packed": len(sent) > 1, "mapped": memory is not None}
+        send_object(connection, asked)
+        for values in sent:
+            send_values(connection, values.contiguous())
+        answer = json.loads(connection.recv_bytes(HEADER_BYTES))
+        if "error" in answer:
+            raise UserError(f"the server at {self.address} refuses rows: {answer['error']}")
+        sizes = [sent[0].numel() * width * n for n in (len(layers), 1)]
+        states = torch.empty(sum(sizes), dtype=torch.bfloat16, pin_memory=self.pinned)
+        read_values(connection, states, memory)
+        with self._lock:
+            self._idle.append((connection, memory))
+        captured, final = states.split(sizes)
+        return captured.view(*shape, len(layers), width), final.view(*shape, width)
+
+    def _retried(self, call: Callable[[], T]) -> T:
+        """Return what a call does, which is repeated, after pauses that double, until it finds the server."""
+        pause_s, longest_s = PAUSES_S
+        while True:
+            try:
+                found = call()
+            except (OSError, EOFError) as error:
+                self._lost(error)
+                time.sleep(pause_s)
+                pause_s = min(2 * pause_s, longest_s)
+                continue
+            with self._lock:
+                if self._gone_s is not None:
+                    self._gone_s = None
+                    log.info("%s answers again", self.address)
+            return found
+
+    def _lost(self, error: Exception) -> None:
+        """Note that the server is gone; UserError where it has been for too long, or this process is to end."""
+        limit_s = self.timeout_s if self.facts else min(CONNECT_S, self.timeout_s)
+        why = getattr(error, "strerror", None) or "it has ended"
+        with self._lock:
+            self._idle.clear()
+            if self._gone_s is None:
+                self._gone_s = time.monotonic()
+                log.warning("%s does not answer (%s); it is asked again for %g s", self.address, why, limit_s)
+            gone_s = time.monotonic() - self._gone_s
+        if gone_s > limit_s or SIGNALS.first is not None:
+            raise UserError(
+                f"data.address={self.address} has not answered for {gone_s:.0f} s ({why}); start the server with "
+                "python -m data_prep.activations serve=true target=..., or give its address"
+            ) from error
+
+    def _connected(self) -> tuple[Connection, FileIO | None]:
+        """Return a new connection, with the server's memory where it is on this machine."""
+        connected = socket.create_connection(address_of("data.address", self.address), CONNECT_S)
+        connection = opened(connected, self.timeout_s)
+        try:
+            answer_challenge(connection, self.key)
+            deliver_challenge(connection, self.key)
+            facts = json.loads(connection.recv_bytes(HEADER_BYTES))
+        except AuthenticationError as error:
+            raise UserError(f"the server at {self.address} has another key; give its {KEY}") from error
+        except (AssertionError, ValueError, OSError) as error:  # as the challenge is read
+            if isinstance(error, OSError) and BAD_LENGTH not in str(error):
+                raise
+            raise UserError(
+                f"data.address={self.address} is no server of data_prep.activations; give another"
+            ) from error
+        if facts["version"] != VERSION:
+            raise UserError(f"the server at {self.address} is of another version of spectrain; use the same one")
+        if self.facts and self.facts["target_fingerprint"] != facts["target_fingerprint"]:
+            raise UserError(f"the server at {self.address} now has another target, {facts['target']}; start the former")
+        memory, self.facts = _mapped(*facts.pop("memory")), facts
+        return connection, memory
+
+
+def _mapped(pid: int, number: int, nonce: str) -> FileIO | None:
+    """Return the server's memory file, opened; None: the server is on another machine, or hides it."""
+    try:
+        found = FileIO(f"/proc/{pid}/fd/{number}", opener=lambda path, flags: os.open(path, flags | os.O_NONBLOCK))
+        return found if os.pread(found.fileno(), HEADER_BYTES, 0) == bytes.fromhex(nonce) else None
+    except OSError:
+        return None
+
+
+@dataclass(frozen=True, kw_only=True)
+class ServedRows(TokenRows):
+    """Rows of tokens, whose states a server computes when they are read."""
+
+    server: HiddenStates
+    layers: tuple[int, ...]  # blocks of the target whose inputs are read
+
+    def __getitem__(self, places: list[int]) -> RowBatch:
+        batch = super().__getitem__(places)
+        features = self.server.features(batch.tokens, batch.starts, self.layers)
+        batch.captured, batch.final_hidden = features.captured, features.final_hidden
+        return batch
