@@ -28,16 +28,9 @@ WARM_TOKENS = 32
 
 
 class ExportedLookup:
-    """A lookup method for a served model.
+    """A lookup method of `spectrain.export method=...` for a served model; UserError where they do not fit.
 
-    Args:
-        folder: of `spectrain.export method=...`.
-        vocab_size: of the served model.
-        tokenizer: of the served model, or its name; None: unknown.
-        options: of the method, in place of those that it was exported with.
-
-    Raises:
-        UserError: the folder holds no lookup method, or one for another tokenizer.
+    The model's tokenizer may be a name, and None if it is unknown. `options` replace those that were exported.
     """
 
     def __init__(
@@ -70,10 +63,7 @@ class ExportedLookup:
         return not len(tokens) or 0 <= tokens.min() <= tokens.max() < self.vocab_size
 
     def trees(self, states: Sequence[RowState], texts: Sequence[np.ndarray], rooms: Sequence[int]) -> DraftTree:
-        """The trees of rows whose states have read their texts, up to `rooms` tokens deep.
-
-        Of a text only the last `read_tokens` tokens count.
-        """
+        """The trees of rows whose states have read their texts, up to `rooms` tokens deep. Only ends of texts count."""
         lengths = [min(self.read_tokens, len(text)) for text in texts]
         tails = np.zeros((len(texts), self.read_tokens), dtype=np.int64)
         for tail, text, length in zip(tails, texts, lengths, strict=True):
@@ -98,10 +88,7 @@ def folder_of(named: str | None = None) -> Path:
     """The exported folder that an engine's config names, else the variable. Raise UserError if neither does."""
     named = named or os.environ.get(VARIABLE)
     if not named:
-        raise UserError(
-            "no lookup method is named; give its folder (of python -m spectrain.export method=...) as the environment "
-            f"variable {VARIABLE}"
-        )
+        raise UserError(f"no lookup method is named; give its folder (of spectrain.export) as the variable {VARIABLE}")
     return Path(named)
 
 

@@ -4,8 +4,7 @@
       --speculative-algorithm SPECTRAIN --speculative-num-draft-tokens 16
 
 SGLang calls `register` by the entry point `sglang.srt.plugins`. The worker is that of SGLang's own NGRAM, which
-schedules and verifies trees of N nodes and asks an object for them: here a `LookupCorpus`. SGLang is imported only
-where it runs.
+verifies trees of N nodes and asks an object for them: here a `LookupCorpus`.
 """
 
 from __future__ import annotations

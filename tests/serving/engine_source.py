@@ -16,7 +16,6 @@ from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec
 from importlib.util import spec_from_file_location
 from pathlib import Path
-from types import ModuleType
 from unittest.mock import MagicMock
 
 import pytest
@@ -33,7 +32,8 @@ FILES = {  # the first 16 hex digits of sha256
     "sglang/srt/speculative/ngram_worker.py": "e8f55876cae97e62",
     "sglang/srt/models/llama.py": "19a843fda901ee5c",
 }
-PLATFORMS = ("manylinux_2_34_x86_64", "manylinux_2_28_x86_64")
+OPTIONS = ["-q", "--no-deps", "--only-binary=:all:", "--python-version=3.12", "--retries=1", "--timeout=20"]
+OPTIONS += ["--platform=manylinux_2_34_x86_64", "--platform=manylinux_2_28_x86_64"]
 
 
 def engine_files(engine: str) -> Path:
@@ -44,29 +44,17 @@ def engine_files(engine: str) -> Path:
     folder.mkdir(parents=True, exist_ok=True)
     with FileLock(folder / "lock"):
         if not all((folder / name).is_file() for name in wanted):
-            options = ["--no-deps", "--only-binary=:all:", "--python-version=3.12", "--retries=1", "--timeout=20"]
-            options += [f"--platform={platform}" for platform in PLATFORMS]
-            command = [sys.executable, "-m", "pip", "download", "-q", *options, "-d", folder / "wheel"]
+            command = [sys.executable, "-m", "pip", "download", *OPTIONS, "-d", folder]
             done = subprocess.run([*command, f"{engine}=={VERSIONS[engine]}"], capture_output=True, text=True)
             if done.returncode:
-                pytest.skip(f"{engine} cannot be fetched: {(done.stderr.strip() or 'no reason').splitlines()[-1]}")
-            (wheel,) = (folder / "wheel").iterdir()
+                pytest.skip(f"{engine} cannot be fetched: {done.stderr.strip()[-300:]}")
+            (wheel,) = folder.glob("*.whl")
             with zipfile.ZipFile(wheel) as archive:
                 archive.extractall(folder, wanted)
             wheel.unlink()
     for name, digits in wanted.items():
         assert hashlib.sha256((folder / name).read_bytes()).hexdigest()[:16] == digits, f"{name} is another"
     return folder
-
-
-class StandIn(ModuleType):
-    """A module of an engine that a test does without."""
-
-    def __getattr__(self, name: str) -> object:
-        if name.startswith("__"):
-            raise AttributeError(name)
-        setattr(self, name, MagicMock(name=f"{self.__name__}.{name}"))
-        return vars(self)[name]
 
 
 class Finder(MetaPathFinder, Loader):
@@ -79,10 +67,10 @@ class Finder(MetaPathFinder, Loader):
         file = self.folder / f"{name.replace('.', '/')}.py"
         return spec_from_file_location(name, file) if file.is_file() else ModuleSpec(name, self, is_package=True)
 
-    def create_module(self, spec: ModuleSpec) -> StandIn:
-        return StandIn(spec.name)
+    def create_module(self, spec: ModuleSpec) -> MagicMock:
+        return MagicMock(name=spec.name)
 
-    def exec_module(self, module: ModuleType) -> None:
+    def exec_module(self, module: MagicMock) -> None:
         pass
 
 

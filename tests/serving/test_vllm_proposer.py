@@ -47,17 +47,18 @@ def prompts() -> list[list[int]]:
     return found
 
 
+def greedy(target: TargetModel, prompt: list[int], n: int) -> list[int]:
+    """The n tokens with which the target goes on."""
+    text = list(prompt)
+    with torch.inference_mode():
+        for _ in range(n):
+            text.append(int(target.model(torch.tensor([text])).logits[0, -1].argmax()))
+    return text[len(prompt) :]
+
+
 @pytest.fixture(scope="module")
 def own(target, prompts) -> list[list[int]]:
-    """The target's own greedy text."""
-    texts = []
-    for prompt, n in zip(prompts, [*NEW, NEW[1]], strict=True):
-        text = list(prompt)
-        with torch.inference_mode():
-            for _ in range(n):
-                text.append(int(target.model(torch.tensor([text])).logits[0, -1].argmax()))
-        texts.append(text[len(prompt) :])
-    return texts
+    return [greedy(target, prompt, n) for prompt, n in zip(prompts, [*NEW, NEW[1]], strict=True)]
 
 
 def tree_of_our_loop(drafter, target: TargetModel, text: list[int], n_drafts: int) -> DraftTree:
