@@ -211,8 +211,8 @@ class DocumentParts(Parts):
         if self.scores is not None:
             lacking = [name for name in ids if name not in self.scores]
             if lacking:
-                few = f"{len(lacking)} of {len(ids)} documents, {lacking[0]} among them"
-                raise UserError(f"scores={self.options.scores} lacks {few}; score all of this corpus")
+                few = f"{len(lacking)} of {len(ids)} documents, {lacking[0]} among them; score all of this corpus"
+                raise UserError(f"scores={self.options.scores} lacks {few}")
             scores = np.array([self.scores[name] for name in ids])
         elif self.scored:
             scores = np.concatenate([np.load(score_file(self.work, i)) for i in range(len(facts))])

@@ -178,10 +178,7 @@ def token_log_probs(logits: Tensor, tokens: Tensor) -> Tensor:
 
 
 def read_scores(file: str) -> dict[str, float]:
-    """Read the perplexities of documents from a file with `id` and `perplexity`, or `nll`: the mean of -log p.
-
-    Null is infinity, as in a datastore's documents.jsonl. Raises UserError where the file is no such table.
-    """
+    """Read perplexities by id from `perplexity` or `nll`, the mean of -log p; null is infinity, as in documents.jsonl."""
     form = "give a .jsonl or .parquet file of id and perplexity, or nll"
     try:
         table = (parquet.read_table if Path(file).suffix == ".parquet" else json.read_json)(file)

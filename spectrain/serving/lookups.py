@@ -24,13 +24,12 @@ log = logging.getLogger(__name__)
 
 VARIABLE = "SPECTRAIN_LOOKUP"  # environment variable that names the folder
 KEY = "spectrain_lookup"  # likewise, in vLLM's --additional-config
-WARM_TOKENS = 32
 
 
 class ExportedLookup:
-    """A lookup method of `spectrain.export method=...` for a served model; UserError where they do not fit.
+    """A lookup method of `spectrain.export` for a served model, whose tokenizer may be a name; None: unknown.
 
-    The model's tokenizer may be a name, and None if it is unknown. `options` replace those that were exported.
+    `options` replace those that were exported. Raises UserError where folder and model do not fit.
     """
 
     def __init__(
@@ -51,11 +50,11 @@ class ExportedLookup:
         self.vocab_size = facts.vocab_size
         self.drafter = open_export(folder, None, options)
         self.read_tokens = self.drafter.options.datastore_prefix if isinstance(self.drafter, Sssd) else 1  # T
-        tokens = [i % min(4, self.vocab_size) for i in range(WARM_TOKENS)]
+        tokens = [i % min(4, self.vocab_size) for i in range(32)]
         states = [self.drafter.new_row(tokens[:-1]) for _ in range(2)]
         for state in states:  # compile everything before the first request waits for it
             state.extend(tokens[-1:])
-        self.trees(states, [np.array(tokens)] * 2, [WARM_TOKENS] * 2)
+        self.trees(states, [np.array(tokens)] * 2, [8, 8])
         log.info("drafting by %s, from %s", facts.method, folder)
 
     def knows(self, tokens: np.ndarray) -> bool:

@@ -10,13 +10,13 @@ verifies trees of N nodes and asks an object for them: here a `LookupCorpus`.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from spectrain.decoding.tree import PADDING_PARENT
-from spectrain.methods.lookup import RowState
-from spectrain.serving.lookups import ExportedLookup, folder_of
+if TYPE_CHECKING:  # each process of SGLang imports this module, whatever it serves
+    from spectrain.methods.lookup import RowState
+    from spectrain.serving.lookups import ExportedLookup
 
 NAME = "SPECTRAIN"
 NODES, REQUESTS, BREADTH = 12, 48, 10  # the defaults of SGLang's NGRAM; a breadth above 1 stands for trees
@@ -41,6 +41,8 @@ def register() -> None:
         need_topk = carries_draft_hidden_states = has_draft_kv
 
         def handle_server_args(self, server_args: Any) -> None:
+            from spectrain.serving.lookups import folder_of
+
             folder_of()
             if (server_args.page_size or 1) > 1 and server_args.attention_backend != "flashinfer":
                 raise ValueError(f"{NAME} drafts trees, which need --page-size 1 or --attention-backend flashinfer")
@@ -57,6 +59,8 @@ def register() -> None:
     @SpeculativeAlgorithm.register(NAME, supports_overlap=True, spec_class=LookupAlgorithm)
     def worker_class(server_args: Any) -> type:
         from sglang.srt.speculative.ngram_worker import NGRAMWorker
+
+        from spectrain.serving.lookups import ExportedLookup, folder_of
 
         class LookupWorker(NGRAMWorker):
             def __init__(self, server_args: Any, gpu_id: int, nccl_port: int, target_worker: Any) -> None:
@@ -88,16 +92,15 @@ class LookupCorpus:
             if one.rid not in self.states:
                 text = np.array([*one.origin_input_ids_unpadded, *one.output_ids], dtype=np.int64)
                 self.n_read[one.rid] = len(text)
-                known = self.lookup.knows(text)
-                self.states[one.rid] = self.lookup.drafter.new_row(text.tolist()) if known else None
+                self.states[one.rid] = self.lookup.drafter.new_row(text.tolist()) if self.lookup.knows(text) else None
 
     def batch_get(
         self, req_ids: Sequence[str], batch_tokens: Sequence[Sequence[int]], total_lens: Sequence[int]
     ) -> tuple[np.ndarray, np.ndarray]:
         """The draft trees of a step: tokens [B * N] int64, roots first, and which nodes a node sees, [B * N * N] bool.
 
-        `batch_tokens` are the ends of the texts, with all that is new since the last step, and `total_lens` how long
-        the texts are. Nodes that no guess fills hang from the root.
+        `batch_tokens` are the ends of texts of `total_lens` tokens, with all that is new since the last step. Nodes
+        that no guess fills hang from the root.
         """
         n_rows, n_nodes = len(req_ids), self.n_nodes
         texts = [np.array(tokens, dtype=np.int64) for tokens in batch_tokens]
@@ -115,8 +118,8 @@ class LookupCorpus:
             states = [self.states[req_ids[row]] for row in rows]
             tree = self.lookup.trees(states, [texts[row] for row in rows], [n_nodes - 1] * len(rows))
             for row, guesses, above in zip(rows, tree.tokens.numpy(), tree.parents.numpy(), strict=True):
-                n_guessed = int((above != PADDING_PARENT).sum())
-                tokens[row, 1:n_guessed], parents[row, 1:n_guessed] = guesses[1:n_guessed], above[1:n_guessed]
+                size = 1 + int((above >= 0).sum())  # of the tree; padding has other parents
+                tokens[row, 1:size], parents[row, 1:size] = guesses[1:size], above[1:size]
         mask = np.tile(np.eye(n_nodes, dtype=bool), (n_rows, 1, 1))
         for node in range(1, n_nodes):  # parents stand before their children
             mask[:, node] |= mask[np.arange(n_rows), parents[:, node]]
