@@ -178,7 +178,7 @@ def token_log_probs(logits: Tensor, tokens: Tensor) -> Tensor:
 
 
 def read_scores(file: str) -> dict[str, float]:
-    """Read perplexities by id from `perplexity` or `nll`, the mean of -log p; null is infinity, as in documents.jsonl."""
+    """Read perplexities by id, from `perplexity` or `nll`, the mean -log p; null: infinity, as in documents.jsonl."""
     form = "give a .jsonl or .parquet file of id and perplexity, or nll"
     try:
         table = (parquet.read_table if Path(file).suffix == ".parquet" else json.read_json)(file)
