@@ -2,6 +2,7 @@
 
     python -m data_prep.datastore corpus=<file, folder or dataset id> target=<folder or hub id>
     torchrun --nproc-per-node 2 -m data_prep.datastore corpus=... target=...
+    python -m data_prep.datastore corpus=... target=... base_url=http://host:port    # a server of the target scores
     python -m data_prep.datastore out=<datastore> target=<folder or hub id> calibrate=<prompts or responses>
 
 The same command resumes after an interruption. `--help` lists its options; docs/data.md has the format.
@@ -16,15 +17,17 @@ if __name__ == "__main__":  # first, so that --help and a wrong option are answe
 
 import logging
 from collections.abc import Iterator
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
 from rich.filesize import decimal
 
 from data_prep.documents import DocumentParts
-from data_prep.pipeline import Build, group_size, hashed_config, launch, rank_device, store_path
+from data_prep.pipeline import Build, decided, group_size, hashed_config, launch, rank_device, store_path
 from data_prep.progress import show_facts, target_override
-from data_prep.select import Scoring, Selection
+from data_prep.select import Scoring, Selection, read_scores
+from data_prep.server import found_server
 from spectrain.cli import interruptible, open_target
 from spectrain.config import plain
 from spectrain.config.commands import Corpus, Datastore
@@ -44,7 +47,7 @@ log = logging.getLogger(__name__)
 ANSWER_TOKENS = 64  # of an answer to a prompt
 BATCH_SIZE = 8
 MAX_NODES = 64  # of the trees whose branches are counted: the longest that sssd drafts by default
-NOT_HASHED = ("out", "fresh", "calibrate")  # they do not change the store
+NOT_HASHED = ("out", "fresh", "calibrate", "base_url", "model", "concurrency", "retries", "timeout_s")  # only rounding
 # Parts and scores do not depend on these, so another choice from them uses the same work folder.
 CHOICE = ("keep", "max_perplexity", "keep_tokens", "perplexity_filter", "always_score", "seed", "shard_tokens")
 
@@ -53,11 +56,19 @@ def main(options: Datastore) -> None:
     selection = Selection(
         options.keep, options.max_perplexity, options.keep_tokens, options.perplexity_filter, options.seed
     )
-    if options.score_on == "response" and not (selection.needs_perplexities or options.always_score):
-        raise UserError("score_on=response is for perplexities, which this choice does not need; remove score_on")
+    given = {name: getattr(options, name) for name in ("scores", "base_url", "model", "score_on")}
+    given = [f"{name}={value}" for name, value in given.items() if value not in (None, "all")]
+    if given and not (selection.needs_perplexities or options.always_score):
+        raise UserError(f"{given[0]} is for perplexities, which this choice does not need; remove it")
+    if options.scores and len(given) > 1:
+        raise UserError(f"{given[0]} has all perplexities, so {given[1]} says nothing; remove one of them")
+    if options.model is not None and options.base_url is None:
+        raise UserError(f"model={options.model} is a name on a server; give base_url=http://host:port, or remove it")
     config = hashed_config(plain(options), NOT_HASHED)
-    scored_config = {key: value for key, value in config.items() if key not in CHOICE}
+    scored_config = {key: value for key, value in config.items() if key not in (*CHOICE, "scores")}
     out = store_path(options.out, "datastore", scored_config)
+    if options.base_url:  # the target is there for its tokenizer and fingerprint
+        options = replace(options, target=replace(options.target, device="cpu", parallel="none"))
     with interruptible("to resume"):
         fabric = launch(options.target.device, options.target.parallel)
         build = Build(fabric, "datastore", out, config, options.fresh, group_size(fabric, options.target))
@@ -74,6 +85,8 @@ def main(options: Datastore) -> None:
 
 def documents(options: Datastore, build: Build, selection: Selection, scored_config: dict) -> DocumentParts:
     """Load the target and return what the datastore is chosen from; `scored_config` is what the scores depend on."""
+    scores = decided(build.fabric, partial(read_scores, options.scores)) if options.scores else None
+    server = found_server(options, build.fabric) if options.base_url else None
     target = open_target(options.target, rank_device(build.fabric))
     prints = {
         "target_fingerprint": fingerprint(target.model, target.tokenizer),
@@ -85,6 +98,8 @@ def documents(options: Datastore, build: Build, selection: Selection, scored_con
         selection=selection,
         target=target,
         scoring=Scoring.of(target, options.window_tokens, options.stride_tokens, options.batch_tokens),
+        scores=scores,
+        server=server,
         work=build.work,
         manifest=partial(Manifest, target=options.target.path, **prints, vocab_size=target.vocab_size),
     )

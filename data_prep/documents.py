@@ -27,6 +27,7 @@ from pyarrow import parquet
 from data_prep.pipeline import Build, Parts
 from data_prep.progress import Advance, token_progress
 from data_prep.select import Scoring, Selection, perplexities, quantiles, rounded, select
+from data_prep.server import CompletionServer
 from spectrain.config.commands import Datastore
 from spectrain.decoding.target import TargetModel
 from spectrain.errors import UserError
@@ -73,6 +74,8 @@ class DocumentParts(Parts):
     selection: Selection
     target: TargetModel
     scoring: Scoring
+    scores: dict[str, float] | None  # perplexities by id, of a file
+    server: CompletionServer | None  # scores in the target's place
     work: Path  # of the build
     manifest: Callable[..., Manifest]  # makes the manifest of its `documents`, `tokens`, `shards` and `build`
 
@@ -81,7 +84,7 @@ class DocumentParts(Parts):
     @property
     def scored(self) -> bool:
         """Whether perplexities are computed."""
-        return self.selection.needs_perplexities or self.options.always_score
+        return (self.selection.needs_perplexities or self.options.always_score) and self.scores is None
 
     @cached_property
     def sizes(self) -> list[int]:
@@ -192,7 +195,7 @@ class DocumentParts(Parts):
             part, counted = parquet.read_table(files[index]), None
             if self.options.score_on == "response":  # all tokens count in a document without an answer
                 counted = [mask if mask.any() else np.ones_like(mask) for mask in part["is_response"].to_numpy()]
-            scores = perplexities(self.target, part["tokens"].to_numpy(), self.scoring, advance, counted)
+            scores = perplexities(self.target, part["tokens"].to_numpy(), self.scoring, advance, counted, self.server)
             if np.isnan(scores).any():
                 name = part["id"][int(np.isnan(scores).argmax())]
                 raise UserError(f"the perplexity of {name} is no number; give target.dtype=float32")
@@ -205,7 +208,13 @@ class DocumentParts(Parts):
         facts = [(part["id"].to_pylist(), list_lengths(part["tokens"])) for part in self._parts()]
         ids, n_tokens = (list(itertools.chain.from_iterable(column)) for column in zip(*facts, strict=True))
         n_tokens = np.array(n_tokens, np.int64)
-        if self.scored:
+        if self.scores is not None:
+            lacking = [name for name in ids if name not in self.scores]
+            if lacking:
+                few = f"{len(lacking)} of {len(ids)} documents, {lacking[0]} among them; score all of this corpus"
+                raise UserError(f"scores={self.options.scores} lacks {few}")
+            scores = np.array([self.scores[name] for name in ids])
+        elif self.scored:
             scores = np.concatenate([np.load(score_file(self.work, i)) for i in range(len(facts))])
         kept = select(self.selection, ids, n_tokens, scores)
         store, shards, shard_tokens = build.new_store(), [], self.options.shard_tokens or MAX_SHARD_TOKENS
@@ -228,7 +237,7 @@ class DocumentParts(Parts):
         ]
         write_whole(store / DOCUMENTS, "".join(map(json_line, rows)))
         chosen = {
-            "scored": len(ids) if self.scored else 0,
+            "scored": 0 if scores is None else len(ids),
             "kept": int(kept.sum()),
             "dropped": int((~kept).sum()),
             "tokens_kept": int(n_tokens[kept].sum()),

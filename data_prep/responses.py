@@ -17,15 +17,14 @@ if __name__ == "__main__":  # first, so that --help and a wrong option are answe
 
 import dataclasses
 import logging
-import os
 from collections import Counter
 from functools import partial
 from pathlib import Path
 
 from data_prep.answers import Answering, PromptParts, answer_in_loop, read_questions
-from data_prep.pipeline import Build, decided, group_size, hashed_config, launch, rank_device, store_path
+from data_prep.pipeline import Build, group_size, hashed_config, launch, rank_device, store_path
 from data_prep.progress import show_facts, speed, target_override
-from data_prep.server import CompletionServer
+from data_prep.server import found_server
 from spectrain.cli import interruptible, open_target
 from spectrain.config import plain
 from spectrain.config.commands import Responses
@@ -97,12 +96,7 @@ def prompt_parts(options: Responses, build: Build, questions: list[Question], an
     """Open the target, or find the server, and return what is answered."""
     config, server = build.config, None
     if options.source == "server":
-        for name in ("httpx", "httpx2", "openai"):
-            logging.getLogger(name).setLevel(logging.WARNING)  # otherwise a line per request
-        model = None if options.model is None else str(options.model)
-        limits = (options.concurrency, options.retries, float(options.timeout_s))
-        server = CompletionServer(str(options.base_url), os.environ.get("OPENAI_API_KEY"), model, *limits)
-        server = dataclasses.replace(server, model=decided(build.fabric, server.find_model))
+        server = found_server(options, build.fabric)
         config = config | {"model": server.model}
     target = open_target(options.target, rank_device(build.fabric))
     if server:

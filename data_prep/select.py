@@ -1,9 +1,10 @@
 """Which documents a datastore keeps: those of lowest perplexity (SPECTRA), or a random choice.
 
-The perplexity of a document under the target is exp(-mean log p) over its tokens, or over those of its answers. A
-document longer than the window is read by a sliding one: each token is scored once, and except in the first window with
-at least window_tokens - stride_tokens tokens before it. Windows of about equal length share a batch; they are padded on
-the right, which a causal forward does not see.
+The perplexity of a document under the target is exp(-mean log p) over its tokens, or over those of its answers. The
+target computes it, or a server of the target does, or it stands in a file. A document longer than the window is read by
+a sliding one: each token is scored once, and except in the first window with at least window_tokens - stride_tokens
+tokens before it. Windows of about equal length share a batch; they are padded on the right, which a causal forward does
+not see.
 """
 
 from __future__ import annotations
@@ -11,13 +12,18 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
+import pyarrow
 import torch
+from pyarrow import json, parquet
 from torch import Tensor
 
 from data_prep.progress import Advance
+from data_prep.server import CompletionServer
+from spectrain.decoding.loading import first_line
 from spectrain.decoding.masks import length_buckets
 from spectrain.decoding.target import TargetModel
 from spectrain.errors import UserError
@@ -78,6 +84,7 @@ def perplexities(
     scoring: Scoring,
     advance: Advance = lambda n_tokens: None,
     counted: Sequence[np.ndarray] | None = None,
+    server: CompletionServer | None = None,
 ) -> np.ndarray:
     """Compute the perplexity of each document (token ids without BOS), infinity where it has no token to score.
 
@@ -87,6 +94,7 @@ def perplexities(
         scoring: how they are read.
         advance: called after each batch with the tokens that it scored.
         counted: [n] bool of each document, the tokens whose mean is taken; None: all.
+        server: scores the windows in the target's place.
 
     Returns:
         [documents] float64.
@@ -99,17 +107,26 @@ def perplexities(
         counts = [np.concatenate([np.zeros(len(bos), dtype=bool), tokens]) for tokens in counted]
     size = scoring.window_tokens, scoring.stride_tokens
     windows = [window for i, text in enumerate(texts) for window in windows_of(i, len(text), *size)]
-    sums: list[Tensor] = []
-    order: list[int] = []
-    budget_tokens = batch_tokens(scoring.batch_tokens, target.vocab_size)
-    for batch in length_buckets([w.stop - w.start - 1 for w in windows], budget_tokens):
-        rows = [windows[i] for i in batch]
-        sums.append(_log_likelihoods(target, texts, counts, rows))
-        order += batch
-        advance(sum(w.stop - w.scored_from for w in rows))
     by_window = np.zeros(len(windows))
-    if order:
-        by_window[order] = torch.cat(sums).cpu().numpy()  # the one wait for the device
+    if server is not None:
+
+        def keep(i: int, log_p: np.ndarray) -> None:
+            document, start, stop, scored_from = windows[i]
+            by_window[i] = log_p[scored_from - start - 1 :][counts[document][scored_from:stop]].sum()
+            advance(stop - scored_from)
+
+        server.score((texts[w.document][w.start : w.stop].tolist() for w in windows), keep)
+    else:
+        sums: list[Tensor] = []
+        order: list[int] = []
+        budget_tokens = batch_tokens(scoring.batch_tokens, target.vocab_size)
+        for batch in length_buckets([w.stop - w.start - 1 for w in windows], budget_tokens):
+            rows = [windows[i] for i in batch]
+            sums.append(_log_likelihoods(target, texts, counts, rows))
+            order += batch
+            advance(sum(w.stop - w.scored_from for w in rows))
+        if order:
+            by_window[order] = torch.cat(sums).cpu().numpy()  # the one wait for the device
     log_likelihood = np.zeros(len(texts))
     np.add.at(log_likelihood, [w.document for w in windows], by_window)  # in the windows' order, whatever the batches
     scored = np.array([int(tokens[1:].sum()) for tokens in counts])
@@ -158,6 +175,26 @@ def token_log_probs(logits: Tensor, tokens: Tensor) -> Tensor:
         chosen = piece.gather(1, wanted[start : start + chunk])[:, 0]
         log_p[start : start + chunk] = chosen - piece.logsumexp(dim=1)
     return log_p.view(tokens.shape)
+
+
+def read_scores(file: str) -> dict[str, float]:
+    """Read perplexities by id, from `perplexity` or `nll`, the mean -log p; null: infinity, as in documents.jsonl."""
+    form = "give a .jsonl or .parquet file of id and perplexity, or nll"
+    try:
+        table = (parquet.read_table if Path(file).suffix == ".parquet" else json.read_json)(file)
+    except (OSError, pyarrow.ArrowException) as error:
+        raise UserError(f"scores={file} cannot be read ({first_line(error)}); {form}") from error
+    found = set(table.column_names)
+    if "id" not in found or not found & {"perplexity", "nll"}:
+        raise UserError(f"scores={file} has the columns {', '.join(table.column_names)}; {form}")
+    column, least = ("perplexity", 1) if "perplexity" in found else ("nll", 0)
+    scores = {}
+    for name, value in zip(table["id"].to_pylist(), table[column].to_pylist(), strict=True):
+        value = math.inf if value is None else value
+        if isinstance(value, str) or not value >= least:
+            raise UserError(f"scores={file} has {column}={value} for {name}; give a number of {least} or more")
+        scores[str(name)] = value if least else math.exp(value) if value < 700 else math.inf
+    return scores
 
 
 @dataclass(frozen=True)

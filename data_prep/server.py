@@ -1,24 +1,31 @@
-"""Answers from an OpenAI-compatible server (vLLM, SGLang, llama.cpp, ...) in place of the decoding loop.
+"""Answers and scores from an OpenAI-compatible server (vLLM, SGLang, llama.cpp, ...) in place of the target.
 
 Prompts go to POST /v1/completions as token ids, `concurrency` at a time. The client of `openai` repeats a request after
 connection errors, 429 and 5xx. A prompt that the server does not answer has failed, and the others go on. A server that
-cannot be reached any more ends the command.
+cannot be reached any more, or that cannot score a prompt, ends the command.
 """
 
 from __future__ import annotations
 
 import asyncio
 import hashlib
+import json
+import logging
+import os
 import re
 import textwrap
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Awaitable, Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
 from typing import Annotated, Any, Literal
 
+import numpy as np
+from lightning import Fabric
 from openai import APIConnectionError, APIStatusError, AsyncOpenAI, NotFoundError, Omit, OpenAIError, Timeout
 from pydantic import BaseModel, Field, ValidationError
 
 from data_prep.answers import Answer, Answering, Answers, Prompt
+from data_prep.pipeline import decided
+from spectrain.config.commands import Server
 from spectrain.decoding import TargetModel
 from spectrain.errors import UserError
 
@@ -91,22 +98,47 @@ class CompletionServer:
 
     def answer(self, prompts: Sequence[Prompt], answers: Answers, target: TargetModel, answering: Answering) -> None:
         """Ask for all prompts, and keep each answer, or the reason why there is none, as it comes."""
-        waiting = iter(prompts)
+
+        async def ask(client: AsyncOpenAI, prompt: Prompt) -> None:
+            try:
+                body = await self._complete(client, self._request(prompt, answering))
+                answer = read_completion(body, target, answering)
+            except PromptFailed as failure:
+                answers.fail(prompt, str(failure))
+            else:
+                answers.advance(0, len(answer.tokens))
+                answers.add(prompt, answer)
+
+        self._ask_for_all(prompts, ask)
+
+    def score(self, prompts: Iterable[list[int]], keep: Callable[[int, np.ndarray], None]) -> None:
+        """Ask for log p of prompts; `keep` gets the number of each and log p [n - 1] of all tokens but its first."""
+
+        async def ask(client: AsyncOpenAI, numbered: tuple[int, list[int]]) -> None:
+            number, tokens = numbered
+            request = {"model": self.model, "prompt": tokens, "echo": True, "logprobs": 1, "max_tokens": 0}
+            try:
+                log_p = read_log_probs(await self._complete(client, request), len(tokens))
+            except PromptFailed as failure:
+                raise UserError(
+                    f"base_url={self.root} gives no log-probabilities of prompts ({failure}); give another server, or "
+                    "remove base_url"
+                ) from failure
+            keep(number, log_p)
+
+        self._ask_for_all(enumerate(prompts), ask)
+
+    def _ask_for_all(self, items: Iterable, ask: Callable[[AsyncOpenAI, Any], Awaitable[None]]) -> None:
+        """Ask for each item, `concurrency` at a time."""
+        waiting = iter(items)
 
         async def ask_in_turn(client: AsyncOpenAI) -> None:
-            for prompt in waiting:
-                try:
-                    body = await self._complete(client, self._request(prompt, answering))
-                    answer = read_completion(body, target, answering)
-                except PromptFailed as failure:
-                    answers.fail(prompt, str(failure))
-                else:
-                    answers.advance(0, len(answer.tokens))
-                    answers.add(prompt, answer)
+            for item in waiting:
+                await ask(client, item)
 
         async def ask_for_all() -> None:
             async with self._client(self.retries) as client, asyncio.TaskGroup() as group:
-                for _ in range(min(self.concurrency, len(prompts))):
+                for _ in range(self.concurrency):
                     group.create_task(ask_in_turn(client))
 
         try:
@@ -154,6 +186,16 @@ class CompletionServer:
         return AsyncOpenAI(base_url=f"{self.root}/v1", api_key=key, timeout=timeout, max_retries=retries)
 
 
+def found_server(options: Server, fabric: Fabric) -> CompletionServer:
+    """Return the server of a command's options, once it has answered; UserError where it does not."""
+    for name in ("httpx", "httpx2", "openai"):
+        logging.getLogger(name).setLevel(logging.WARNING)  # otherwise a line per request
+    model = None if options.model is None else str(options.model)
+    limits = (options.concurrency, options.retries, float(options.timeout_s))
+    server = CompletionServer(str(options.base_url), os.environ.get("OPENAI_API_KEY"), model, *limits)
+    return replace(server, model=decided(fabric, server.find_model))
+
+
 def read_completion(body: str, target: TargetModel, answering: Answering) -> Answer:
     """Read a completion as the decoding loop would have written it.
 
@@ -183,6 +225,17 @@ def read_completion(body: str, target: TargetModel, answering: Answering) -> Ans
     if not tokens:
         raise PromptFailed("answers nonsense: no token at all")
     return Answer(tokens, reason, retokenized=ids is None)
+
+
+def read_log_probs(body: str, n_tokens: int) -> np.ndarray:
+    """Read log p [n_tokens - 1] of a prompt's tokens but the first. Raise PromptFailed where they are not there."""
+    try:
+        log_p = np.array(json.loads(body)["choices"][0]["logprobs"]["token_logprobs"][1:], dtype=float)
+    except (ValueError, LookupError, TypeError):
+        raise PromptFailed(f"it answers {_excerpt(body)}") from None
+    if len(log_p) != n_tokens - 1 or not np.isfinite(log_p).all():
+        raise PromptFailed(f"it answers {np.isfinite(log_p).sum()} for a prompt of {n_tokens} tokens")
+    return log_p
 
 
 def _excerpt(said: object) -> str:

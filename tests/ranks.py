@@ -5,9 +5,9 @@
 A job is `{"command": ..., "arguments": [...], "interrupt": step, "poison": step, "dies": how, "rounds": true}`; without
 a command it is `spectrain.train`. Rank zero is interrupted at one step, rank one gets a weight that is NaN at the
 other, or dies by one of DEATHS. If `rounds` is false, the target's states are not rounded to bfloat16. A training
-leaves in its `run_dir`, for every rank, the rows that it was given (`numbers-<rank>.jsonl`: [step, numbers]) and, at the
-end of the fit, the weights put together from all ranks (`whole.safetensors`). What a command said goes to the terminal,
-its exit code to `codes.json`.
+leaves in its `run_dir`, for every rank, the rows that it was given (`numbers-<rank>.jsonl`: [step, numbers]) and, at
+the end of the fit, the weights put together from all ranks (`whole.safetensors`). What a command said goes to the
+terminal, its exit code to `codes.json`.
 """
 
 from __future__ import annotations

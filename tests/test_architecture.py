@@ -87,7 +87,8 @@ def test_no_pickle_is_read():
     for name, path in modules().items():
         found = {one.split(".")[0] for one in imports(path)}
         assert not PICKLES & found, name
-        assert not {"vllm", "sglang"} & found, name  # engines import us
+        # Engines import us; a plugin registers itself where it runs.
+        assert name == "spectrain.serving.sglang_plugin" or not {"vllm", "sglang"} & found, name
         for node in ast.walk(ast.parse(path.read_text())):
             if not isinstance(node, ast.Call):
                 continue

@@ -224,7 +224,7 @@ def test_a_method_without_a_datastore_is_a_few_files(shared, tmp_path, typed):
     out = tmp_path / "pld"
     assert typed("export", "method=pld", f"target={shared / 'target'}", f"out={out}")[0] == 0
     assert not (out / "datastore").exists()
-    assert "sglang" not in (out / "README.md").read_text()
+    assert "algorithm NGRAM" not in (out / "README.md").read_text()
     load_method(out, load_target(shared / "target", device="cpu"))
     assert open_export(out, None).max_nodes == 11  # an engine has no forwards that could be timed
 

@@ -110,6 +110,19 @@ class Built:
     fresh: bool = option(False, "true: replace what an earlier command left there")
 
 
+@dataclass
+class Server:
+    """An OpenAI-compatible server that works for the target."""
+
+    base_url: str | None = option(
+        None, "server: http://host:port, with or without /v1; the key is read from the variable OPENAI_API_KEY"
+    )
+    model: str | None = option(None, "server: the model's name there; null: the only one that it serves")
+    concurrency: int = option(8, "server: requests at the same time", least=1)
+    retries: int = option(5, "server: how often a request is repeated, after pauses that double", least=0)
+    timeout_s: float = option(120.0, "server: seconds per request", above=0)
+
+
 VERIFICATION = option(
     "block", "how drafts that were drawn are verified; token: as in the papers", one_of=("block", "token")
 )
@@ -171,7 +184,7 @@ class Bench(Artifacts, Built):
 
 
 @dataclass
-class Responses(Artifacts, Built):
+class Responses(Artifacts, Built, Server):
     """Let the target answer prompts."""
 
     kind: str = "responses"
@@ -194,13 +207,6 @@ class Responses(Artifacts, Built):
     )
     batch_size: int = option(8, "loop: prompts decoded together", least=1)
     verification: str = VERIFICATION
-    base_url: str | None = option(
-        None, "server: http://host:port, with or without /v1; the key is read from the variable OPENAI_API_KEY"
-    )
-    model: str | None = option(None, "server: the model's name there; null: the only one that it serves")
-    concurrency: int = option(8, "server: requests at the same time", least=1)
-    retries: int = option(5, "server: how often a request is repeated, after pauses that double", least=0)
-    timeout_s: float = option(120.0, "server: seconds per request", above=0)
     allow_failed: bool = option(False, "true: finish without the prompts that fail, and list them in the manifest")
     finish_early: bool = option(False, "true: answer no more prompts, and finish with those that are answered")
 
@@ -254,7 +260,7 @@ class Acceptance(Built):
 
 
 @dataclass
-class Datastore(Built):
+class Datastore(Built, Server):
     """Build a retrieval datastore from the texts that the target finds the least surprising."""
 
     kind: str = "datastore"
@@ -270,6 +276,9 @@ class Datastore(Built):
         "all", "response: perplexity counts what the assistant wrote, where there is any", one_of=("all", "response")
     )
     always_score: bool = option(False, "true: compute perplexities even if no choice needs them")
+    scores: str | None = option(
+        None, "jsonl or parquet with id and perplexity, or nll; null: the target or the server computes them", path=True
+    )
     window_tokens: int | None = option(None, "read at once; null: min(the target's context, 1024)", least=2)
     stride_tokens: int | None = option(None, "by which the window moves; null: half of it", least=1)
     batch_tokens: int = BATCH_TOKENS

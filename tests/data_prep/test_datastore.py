@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
+import signal
 from pathlib import Path
 
 import numpy as np
@@ -18,6 +20,8 @@ from spectrain.stores.rows import open_responses
 from spectrain.stores.texts import is_held_out
 from tests.conftest import tiny_model
 from tests.data_prep.conftest import N_ROWS, contents, cut, kept_ids, save_responses, text_of
+from tests.data_prep.fake_server import serving
+from tests.data_prep.test_select import echoed
 
 ROOT = Path(__file__).parent.parent.parent
 
@@ -78,6 +82,39 @@ def test_by_chance_another_set_of_the_same_size_is_kept_without_scoring(run, sma
     assert len({tuple(kept_ids(name)) for name in ("random", "other", "filtered")}) == 3
     assert run(*small, "out=all", "keep=1.0")[0] == 0
     assert kept_ids("all") == expected_ids()
+
+
+def test_perplexities_of_a_server_or_a_file_choose_the_same_documents(run, small, made, monkeypatch):
+    monkeypatch.setenv("NO_PROXY", "127.0.0.1")
+    assert run(*small, "out=own")[0] == 0
+    assert run(*small, "out=all", "keep=null", "always_score=true")[0] == 0
+    target = load_target(made / "target", device="cpu")
+    with serving(lambda body, n: echoed(target, body)) as fake:
+        with monkeypatch.context() as patch:  # killed within a part
+            patch.setattr(np, "save", lambda *arguments, **named: os.kill(os.getpid(), signal.SIGINT))
+            assert run(*small, "out=served", f"base_url={fake.address}")[0] == 130
+        asked = len(fake.requests)
+        code, _, err = run(*small, "out=served", f"base_url={fake.address}")
+        assert code == 0, err
+    assert len(fake.requests) > asked
+    shutil.copy("all/documents.jsonl", "scores.jsonl")  # ids and perplexities of all
+    monkeypatch.setattr(documents, "perplexities", lambda *arguments: pytest.fail("scored"))
+    assert run(*small, "out=filed", "scores=scores.jsonl")[0] == 0
+    assert kept_ids("own") == kept_ids("served") == kept_ids("filed")
+    assert Datastore("filed").manifest.build["perplexity"] == Datastore("own").manifest.build["perplexity"]
+    lines = Path("scores.jsonl").read_text().splitlines()
+    Path("scores.jsonl").write_text("\n".join(lines[2:]))
+    first = json.loads(lines[0])["id"]
+    for options, said in (
+        (["scores=scores.jsonl"], f"scores=scores.jsonl lacks 2 of {len(lines)} documents, {first} among them"),
+        (["scores=scores.jsonl", "score_on=response"], "has all perplexities, so score_on=response says nothing"),
+        (["scores=scores.jsonl", "keep=null"], "scores=scores.jsonl is for perplexities, which this choice does not"),
+        (["model=tiny"], "model=tiny is a name on a server; give base_url"),
+        (["base_url=http://127.0.0.1:9", "retries=0"], "base_url=http://127.0.0.1:9 cannot be reached"),
+    ):
+        code, _, err = run(*small, "out=other", *options)
+        assert code == 2
+        assert said in " ".join(err.split())
 
 
 def test_shards_are_cut_and_read_as_one(run, small):

@@ -2,13 +2,20 @@
 
 from __future__ import annotations
 
+import json
+
 import numpy as np
+import pyarrow
 import pytest
 import torch
+from pyarrow import parquet
 
-from data_prep.select import Scoring, perplexities, token_log_probs, windows_of
+from data_prep.select import Scoring, perplexities, read_scores, token_log_probs, windows_of
+from data_prep.server import CompletionServer
 from spectrain.decoding import TargetModel
+from spectrain.errors import UserError
 from tests.conftest import random_prompts, tiny_model
+from tests.data_prep.fake_server import completion, serving
 from tests.models.test_artifacts import tiny_tokenizer
 
 LENGTHS = [2, 3, 17, 40, 40, 41, 5, 64]
@@ -103,3 +110,66 @@ def test_log_probs_in_chunks_equal_log_softmax_in_float32(dtype, monkeypatch):
     tokens = torch.randint(100, (3, 7))
     expected = logits.float().log_softmax(-1).gather(-1, tokens[..., None])[..., 0]
     torch.testing.assert_close(token_log_probs(logits, tokens), expected)
+
+
+def echoed(target: TargetModel, body: dict) -> dict:
+    """What a server of the target answers to a prompt with echo."""
+    ids = torch.tensor([body["prompt"]])
+    with torch.inference_mode():
+        log_p = target.model(input_ids=ids[:, :-1]).logits[0].log_softmax(-1).gather(1, ids[0, 1:, None])[:, 0]
+    return completion(finish_reason="length", logprobs={"token_logprobs": [None, *log_p.tolist()]})
+
+
+def test_a_server_scores_as_its_target_does(target, monkeypatch):
+    monkeypatch.setenv("NO_PROXY", "127.0.0.1")
+    many, rng, n_scored = documents([12, 40, 1, 30]), np.random.default_rng(0), []
+    counted, scoring = [rng.random(len(document)) < 0.4 for document in many], Scoring(16, 8, 90, bos_id=1)
+    with serving(lambda body, n: echoed(target, body)) as fake:
+        server = CompletionServer(fake.address, model="tiny", concurrency=3)
+        found = perplexities(target, many, scoring, n_scored.append, counted, server)
+    assert found == pytest.approx(perplexities(target, many, scoring, counted=counted), rel=1e-4)
+    assert sum(n_scored) == 12 + 40 + 1 + 30
+    assert fake.most_open > 1
+    asked = {name: fake.requests[0][1][name] for name in ("model", "echo", "logprobs", "max_tokens")}
+    assert asked == {"model": "tiny", "echo": True, "logprobs": 1, "max_tokens": 0}
+
+
+@pytest.mark.parametrize(
+    ("reply", "said"),
+    [
+        (completion(), r"\(it answers .*; give another server, or remove base_url"),
+        (completion(logprobs={"token_logprobs": [None, -1.0, None]}), "it answers 1 for a prompt of 3 tokens"),
+        (completion(logprobs={"token_logprobs": [None, -1.0]}), "it answers 1 for a prompt of 3 tokens"),
+        ((400, {}, b'{"error": {"message": "no echo"}}'), "no echo"),
+    ],
+)
+def test_a_server_without_log_probabilities_of_prompts_is_refused(reply, said, monkeypatch):
+    monkeypatch.setenv("NO_PROXY", "127.0.0.1")
+    with serving(lambda body, n: reply) as fake, pytest.raises(UserError, match=f"no log-probabilities of .*{said}"):
+        CompletionServer(fake.address, model="tiny").score([[1, 2, 3]], lambda i, log_p: None)
+
+
+TABLES = [
+    ({"id": ["a", "b", "c"], "nll": [0.5, None, 9000.0]}, {"a": np.exp(0.5), "b": np.inf, "c": np.inf}),
+    ({"id": [1, 2], "perplexity": [3.0, 1.0], "nll": [9.0, 9.0]}, {"1": 3.0, "2": 1.0}),
+    ({"id": ["a", "b"], "nll": [0.5, np.nan]}, "has nll=nan for b; give a number of 0 or more"),
+    ({"id": ["a"], "perplexity": [0.5]}, "has perplexity=0.5 for a; give a number of 1 or more"),
+    ({"id": ["a"], "nll": ["low"]}, "has nll=low for a"),
+    ({"id": ["a"], "score": [1]}, "has the columns id, score; give a .jsonl or .parquet file of id and perplexity"),
+    (None, "cannot be read"),
+]
+
+
+@pytest.mark.parametrize("form", ["jsonl", "parquet"])
+@pytest.mark.parametrize(("table", "expected"), TABLES)
+def test_scores_are_read_from_a_file(table, expected, form, tmp_path):
+    file = tmp_path / f"scores.{form}"
+    if table and form == "parquet":
+        parquet.write_table(pyarrow.table(table), file)
+    elif table:
+        file.write_text("".join(json.dumps(row) + "\n" for row in pyarrow.table(table).to_pylist()))
+    if isinstance(expected, dict):
+        assert read_scores(str(file)) == expected
+    else:
+        with pytest.raises(UserError, match=f"scores={file} (cannot be read|{expected})"):
+            read_scores(str(file))

@@ -8,9 +8,9 @@ and rows are swapped, as attention backends ask for.
 
 from __future__ import annotations
 
-import importlib
 import json
 import random
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from types import SimpleNamespace
 
@@ -18,6 +18,7 @@ import numpy as np
 import torch
 
 from spectrain.decoding import TargetModel
+from spectrain.serving.vllm_proposer import LookupProposer
 
 
 @dataclass
@@ -56,6 +57,7 @@ class StandInEngine:
         chunk_tokens: of a prompt that are read in a step.
         tokenizer: folder of the served model's.
         additional_config: as it is given to `vllm serve`.
+        create: makes the proposer of a config; vLLM's own `create_custom_proposer`, or what stands in for it.
     """
 
     def __init__(
@@ -67,6 +69,7 @@ class StandInEngine:
         chunk_tokens: int = 8,
         tokenizer: str | None = None,
         additional_config: dict | None = None,
+        create: Callable[[SimpleNamespace], LookupProposer] = LookupProposer,
     ) -> None:
         options = json.loads(speculative_config)
         assert options["method"] == "custom_class"
@@ -78,9 +81,7 @@ class StandInEngine:
             ),
             additional_config=additional_config or {},
         )
-        module, name = options["model"].rsplit(".", 1)
-        self.proposer = getattr(importlib.import_module(module), name)(config)
-        self.proposer.load_model(target.model)
+        self.proposer = create(config)
         self.token_ids_cpu = np.full((max_rows, max_model_len), -1, dtype=np.int32)
         self.num_tokens_no_spec = np.zeros(max_rows, dtype=np.int32)
         self.rows: list[Asked] = []

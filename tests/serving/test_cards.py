@@ -70,7 +70,7 @@ def test_odd_names_stay_one_word_everywhere(name):
         front, _, body = card.removeprefix("---\n").partition("\n---\n")
         assert yaml.safe_load(front)["base_model"] == name.rsplit("/", 1)[-1]
         assert f"\n# {name.rsplit('/', 1)[-1]}\n" in body
-        ours, vllm, sglang = commands(card)
+        ours, vllm, sglang, *_ = commands(card)
         assert f"target={name}" in ours
         assert name in vllm
         assert sglang[sglang.index("--model-path") + 1] == name

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from importlib import import_module
 from pathlib import Path
 
 import numpy as np
@@ -10,14 +11,16 @@ import pytest
 import torch
 
 from spectrain import load_method
-from spectrain.decoding import Context, Sampling, TargetModel
+from spectrain.decoding import Context, DraftTree, Sampling, TargetModel
 from spectrain.decoding.tree import ROOT_PARENT
 from spectrain.errors import UserError
+from spectrain.models.vanilla import new_vanilla
 from spectrain.serving.vllm_proposer import KEPT_CALLS, LookupProposer
 from tests.conftest import random_prompts, tiny_model
 from tests.methods.lookup_export import OPTIONS, export_lookup
 from tests.models.test_artifacts import tiny_tokenizer
 from tests.serving.engine import StandInEngine
+from tests.serving.engine_source import engine_files, importable
 
 CONFIG = json.dumps(
     {
@@ -26,6 +29,7 @@ CONFIG = json.dumps(
         "num_speculative_tokens": 5,
     }
 )
+REGISTRY = "vllm/model_executor/models/registry.py"
 LENGTHS, NEW = [3, 20, 9, 17, 8, 30, 5], [30, 12, 40, 25, 6, 33, 20]
 MAX_MODEL_LEN = 65  # the sixth request ends at 63: its last tokens are decoded with little room for drafts
 
@@ -43,30 +47,33 @@ def prompts() -> list[list[int]]:
     return found
 
 
+def greedy(target: TargetModel, prompt: list[int], n: int) -> list[int]:
+    """The n tokens with which the target goes on."""
+    text = list(prompt)
+    with torch.inference_mode():
+        for _ in range(n):
+            text.append(int(target.model(torch.tensor([text])).logits[0, -1].argmax()))
+    return text[len(prompt) :]
+
+
 @pytest.fixture(scope="module")
 def own(target, prompts) -> list[list[int]]:
-    """The target's own greedy text."""
-    texts = []
-    for prompt, n in zip(prompts, [*NEW, NEW[1]], strict=True):
-        text = list(prompt)
-        with torch.inference_mode():
-            for _ in range(n):
-                text.append(int(target.model(torch.tensor([text])).logits[0, -1].argmax()))
-        texts.append(text[len(prompt) :])
-    return texts
+    return [greedy(target, prompt, n) for prompt, n in zip(prompts, [*NEW, NEW[1]], strict=True)]
 
 
-def by_our_loop(drafter, target: TargetModel, text: list[int], n_drafts: int) -> list[int]:
-    """The likeliest branch of the tree that a drafter, which has just read the text, proposes in our loop.
-
-    Slow and on its own: from each node to the child that was added first.
-    """
+def tree_of_our_loop(drafter, target: TargetModel, text: list[int], n_drafts: int) -> DraftTree:
+    """The tree that a drafter, which has just read the text, proposes in our loop."""
     context = Context(Sampling(), "cpu", 1)
     context.append([text[:-1]], n_drafts + 2, [torch.Generator()])
     context.root(range(1), torch.tensor([text[-1]]), torch.zeros(1, target.vocab_size))
     drafter.start(target, None)
     drafter.prefill(context, None, range(1))
-    tree = drafter.propose(context)
+    return drafter.propose(context)
+
+
+def by_our_loop(drafter, target: TargetModel, text: list[int], n_drafts: int) -> list[int]:
+    """Its likeliest branch. Slow and on its own: from each node to the child that was added first."""
+    tree = tree_of_our_loop(drafter, target, text, n_drafts)
     parents, tokens = tree.parents[0].tolist(), tree.tokens[0].tolist()
     assert parents[0] == ROOT_PARENT
     branch, node = [], 0
@@ -76,15 +83,36 @@ def by_our_loop(drafter, target: TargetModel, text: list[int], n_drafts: int) ->
     return branch
 
 
+@pytest.fixture(params=["stand-in", pytest.param("vllm", marks=pytest.mark.slow)])  # a wheel of 336 MB
+def create(request):
+    """What makes the proposer: a stand-in for vLLM, or vLLM's own file."""
+    if request.param == "stand-in":
+        yield LookupProposer
+    else:
+        with importable("vllm"):
+            yield import_module("vllm.v1.spec_decode.custom_class_proposer").create_custom_proposer
+
+
+@pytest.mark.slow
+def test_both_engines_know_what_a_vanilla_drafter_is(target, tmp_path):
+    new_vanilla(target.model).save_pretrained(tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    (name,) = config["architectures"]
+    assert f'"{name}": ("llama", "{name}")' in (engine_files("vllm") / REGISTRY).read_text()
+    assert f"class {name}(nn.Module)" in (engine_files("sglang") / "sglang/srt/models/llama.py").read_text()
+    for asked in ("vocab_size", "max_position_embeddings"):  # both refuse another, or shorten what is served
+        assert config[asked] == getattr(target.model.config, asked)
+
+
 @pytest.mark.parametrize("method", OPTIONS)
 def test_served_text_is_the_targets_own_and_drafts_are_those_of_our_loop(
-    method, target, prompts, own, tmp_path, monkeypatch
+    method, create, target, prompts, own, tmp_path, monkeypatch
 ):
     """However rows move; a random model seldom repeats itself, so without a datastore few drafts are accepted."""
     documents = [prompt + text for prompt, text in zip(prompts, own, strict=True)][::2]  # half of the answers
     folder = export_lookup(tmp_path / method, target, method, documents + random_prompts([20] * 10, seed=5))
     monkeypatch.setenv("SPECTRAIN_LOOKUP", str(folder))
-    engine = StandInEngine(target, CONFIG, max_rows=3, max_model_len=MAX_MODEL_LEN)
+    engine = StandInEngine(target, CONFIG, max_rows=3, max_model_len=MAX_MODEL_LEN, create=create)
     assert engine.serve(prompts, [*NEW, NEW[1]]) == own
     without_drafts = sum(NEW) + NEW[1] + sum((len(prompt) - 1) // 8 for prompt in prompts)
     assert engine.n_forwards < (0.85 if (folder / "datastore").is_dir() else 0.95) * without_drafts
@@ -140,8 +168,8 @@ def test_a_preempted_request_is_not_read_again(steps, monkeypatch):
     text = [7, 8, 9, 7, 8]
     steps([5, 6, 5], text)
     read = []
-    new_row = steps.proposer.drafter.new_row
-    monkeypatch.setattr(steps.proposer.drafter, "new_row", lambda tokens: read.append(tokens) or new_row(tokens))
+    new_row = steps.proposer.lookup.drafter.new_row
+    monkeypatch.setattr(steps.proposer.lookup.drafter, "new_row", lambda tokens: read.append(tokens) or new_row(tokens))
     for _ in range(KEPT_CALLS - 1):
         steps([5, 6, 5])
     assert steps([5, 6, 5], [*text, 9]) == [[6, 5], [7, 8, 9]]
@@ -181,4 +209,4 @@ def test_the_folder_may_stand_in_the_engines_own_config(target, tmp_path, monkey
     folder = export_lookup(tmp_path / "sssd", target, "sssd")
     named = {"spectrain_lookup": str(folder)}
     engine = StandInEngine(target, CONFIG, additional_config=named, tokenizer=str(tmp_path / "tokenizer"))
-    assert engine.proposer.drafter.store.folder == folder / "datastore"
+    assert engine.proposer.lookup.drafter.store.folder == folder / "datastore"
