@@ -75,11 +75,16 @@ def whole_weights(checkpoint: Path) -> dict[str, Tensor]:
     DeepSpeed's shards are put together. Tied weights stand under each of their names.
     """
     if not checkpoint.is_dir():
-        return torch.load(checkpoint, map_location="cpu", weights_only=True, mmap=True)["state_dict"]
+        return read_file(checkpoint)["state_dict"]
     from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint  # takes seconds to import
 
     with silenced():
         return dict(get_fp32_state_dict_from_zero_checkpoint(checkpoint, tag="checkpoint"))
+
+
+def read_file(checkpoint: str | Path) -> dict:
+    """A plain checkpoint, whose tensors are read from the disk only where they are used."""
+    return torch.load(checkpoint, map_location="cpu", weights_only=True, mmap=True)
 
 
 def reshard(checkpoint: Path) -> None:

@@ -24,6 +24,7 @@ from torch.optim import Optimizer
 
 from spectrain.errors import UserError
 from spectrain.kernels import multiplies
+from spectrain.training.checkpoints import read_file
 
 
 def uses_gpu(accelerator: str) -> bool:
@@ -193,7 +194,7 @@ class ShardedStrategy(ModelParallelStrategy):
         optimizer.load_state_dict(state | {"state": divided})
 
     def load_checkpoint(self, checkpoint_path: str | Path, weights_only: bool | None = None) -> dict[str, Any]:
-        return torch.load(checkpoint_path, map_location="cpu", mmap=True, weights_only=weights_only)
+        return read_file(checkpoint_path)
 
     def _gathered(self, value: Tensor) -> Tensor | None:
         """Put a tensor together on rank zero, in CPU memory; None on others. All ranks call it."""
