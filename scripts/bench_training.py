@@ -14,6 +14,7 @@ says how many microseconds of the processor a token takes: of the target's featu
     python scripts/bench_training.py --served --length 256 --pairs 5
 
 Tokens/s and the largest resident set of trainings with data=online and data=served, in turns, each process on one core.
+Tokens per second of a process's own time on its core are what it would reach on a machine that does nothing else.
 
     python scripts/bench_training.py --target smollm2 --chats 20000
 
@@ -75,7 +76,7 @@ from spectrain.training.optim import build_optimizer
 from spectrain.training.runs import RunFolder
 from spectrain.training.served import KEY
 
-WARM_UP, STEPS = 8, 30  # more than are read ahead
+WARM_UP, STEPS = 6, 20  # more than are read ahead
 CONFIGURATIONS = (
     "data.row_tokens=512",
     "data.row_tokens=1024",
@@ -327,37 +328,42 @@ def report_served(args: argparse.Namespace) -> None:
                 options = f"+exp=spire {rows} data={source} {address_of}".split()
                 command = [sys.executable, __file__, "--steps-of", *options]
                 out = subprocess.run(command, check=True, capture_output=True, text=True, env=env).stdout
-                numbers.append([float(number) for number in out.split()[-2:]])
-            said = (f"{name} {numbers[-1][0]:.0f} tokens/s" for name, numbers in found.items())
+                numbers.append([float(number) for number in out.split()[-3:]])
+            said = (f"{name} {one[-1][0]:.0f} tokens/s, {one[-1][1]:.0f} of its own," for name, one in found.items())
             print(f"pair {pair + 1}:", *said, f"load {os.getloadavg()[0]:.1f}", flush=True)
         server.terminate()
     online, served = (np.array(found[source]) for source in ("online", "served"))
     print(f"served / online, tokens/s: {median(served[:, 0] / online[:, 0])}")
+    print(f"served / online, tokens per second of its own: {median(served[:, 1] / online[:, 1])}")
     sizes = (
-        f"{name} {values[:, 1].max() / 2**20:.0f} MiB" for name, values in (("online", online), ("served", served))
+        f"{name} {values[:, 2].max() / 2**20:.0f} MiB" for name, values in (("online", online), ("served", served))
     )
     print("largest resident set of the training:", *sizes)
 
 
-def timed_steps(overrides: Sequence[str]) -> tuple[float, int]:
-    """Return tokens/s of a training's steps behind the first ones, and its largest resident set in bytes (Linux)."""
+def timed_steps(overrides: Sequence[str]) -> tuple[float, float, int]:
+    """Time a training's steps behind the first ones.
+
+    Returns tokens/s, tokens per second of this process's own time, and its largest resident set in bytes (Linux).
+    """
     config = settled(plain(options_of("train", composed("train", *overrides))))
     run = RunFolder(Path(), config, "measured")
     has_blocks = run.experiment_type.needs_blocks(config)
     parts = run.experiment(partial(open_target, run.target, "cpu", has_blocks)).prepare()
-    module, rows, start = parts.module, parts.data.train, 0.0
+    module, rows, clocks, starts = parts.module, parts.data.train, (time.perf_counter, time.process_time), []
     module.begin(rows)
     optimizer = build_optimizer(module.named_parameters(), Optimizer(**config["optimizer"] | {"lr": 1e-9}))
     half = torch.autocast("cpu", torch.bfloat16, enabled=config["trainer"]["precision"] == "bf16-mixed")
     loader = SeededLoader(rows.__getitem__, len(rows), config["data"]["batch_size"], config["seed"])
     for number, batch in enumerate(islice(loader, WARM_UP + STEPS)):
-        start = time.perf_counter() if number == WARM_UP else start
+        starts = [clock() for clock in clocks] if number == WARM_UP else starts
         with half:
             loss = module.objective(batch)
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()
-    return STEPS * batch.n_tokens / (time.perf_counter() - start), resident_peak_bytes()
+    speeds = (STEPS * batch.n_tokens / (clock() - start) for clock, start in zip(clocks, starts, strict=True))
+    return *speeds, resident_peak_bytes()
 
 
 def report_chats(target: TargetModel, n_chats: int) -> None:

@@ -225,8 +225,8 @@ def test_a_server_that_stays_away_ends_the_training_in_one_sentence(target, capl
     assert sum("does not answer" in record.message for record in caplog.records) == 1
 
 
-def read_all(address: str, log: Path, n_batches: int) -> None:
-    """Read batches as a training does, and go on behind those that are noted in the log."""
+def read_all(address: str, log: Path) -> None:
+    """Read batches as a training does, behind those that are noted in the log, until there are enough."""
     rows = ServedRows(tokens=ROWS, server=HiddenStates(address, SECRET, 60), layers=LAYERS)
     loader = SeededLoader(rows.__getitem__, len(rows), 2, seed=3)
     done = log.read_text().split("\n")[:-1] if log.exists() else []
@@ -234,30 +234,26 @@ def read_all(address: str, log: Path, n_batches: int) -> None:
     with log.open("a") as out:
         if done and not log.read_text().endswith("\n"):
             out.truncate(sum(len(line) + 1 for line in done))
-        while len(done) < n_batches:
+        while not log.with_name("enough").exists():
             for batch in loader:
                 digest = hashlib.sha256(batch.captured.view(torch.uint8).numpy().data)
                 digest.update(batch.final_hidden.view(torch.uint8).numpy().data)
-                line = f"{batch.numbers} {digest.hexdigest()}"
-                out.write(f"{line}\n")
+                out.write(f"{batch.numbers} {digest.hexdigest()}\n")
                 out.flush()
-                done.append(line)
-                if len(done) == n_batches:
-                    break
 
 
 def serve_in_process(target: TargetModel, address: str) -> None:
     StatesServer(target, "tiny", "32-true", 64, SECRET).run(listen_at(address))
 
 
-@pytest.mark.parametrize(("n_kills", "n_batches"), [(40, 2_000), pytest.param(1_000, 50_000, marks=pytest.mark.slow)])
-def test_kills_lose_and_double_no_row(target, tmp_path, n_kills, n_batches):
+@pytest.mark.parametrize("n_kills", [40, pytest.param(1_000, marks=pytest.mark.slow)])
+def test_kills_lose_and_double_no_row(target, tmp_path, n_kills):
     """A server and two trainers, each killed at random moments and started again."""
     context, chance = multiprocessing.get_context("fork"), Random(n_kills)
     with listen_at("127.0.0.1:0") as listener:
         address = f"127.0.0.1:{listener.getsockname()[1]}"
     starts = {"server": (serve_in_process, target, address)}
-    starts |= {name: (read_all, address, tmp_path / name, n_batches) for name in ("one", "other")}
+    starts |= {name: (read_all, address, tmp_path / name) for name in ("one", "other")}
 
     def start(name: str) -> multiprocessing.Process:
         function, *arguments = starts[name]
@@ -268,19 +264,21 @@ def test_kills_lose_and_double_no_row(target, tmp_path, n_kills, n_batches):
     processes, killed = {name: start(name) for name in starts}, dict.fromkeys(starts, 0)
     while sum(killed.values()) < n_kills:
         time.sleep(chance.uniform(0, 0.1))
-        name = chance.choice([name for name in starts if name == "server" or processes[name].is_alive()])
+        name = chance.choice(list(starts))
+        assert processes[name].is_alive()
         os.kill(processes[name].pid, signal.SIGKILL)
         processes[name].join()
         killed[name] += 1
         processes[name] = start(name)
+    (tmp_path / "enough").touch()
     for name in ("one", "other"):
         processes[name].join(120)
         assert processes[name].exitcode == 0
     processes["server"].kill()
-    wanted = []
+    found, wanted = [(tmp_path / name).read_text().splitlines() for name in ("one", "other")], []
     loader = SeededLoader(list, len(ROWS), 2, seed=3)
     states = {}
-    for _ in range(-(-n_batches // 11)):
+    while len(wanted) < max(map(len, found)):
         for places in loader:
             if tuple(places) not in states:
                 digest = hashlib.sha256()
@@ -288,6 +286,6 @@ def test_kills_lose_and_double_no_row(target, tmp_path, n_kills, n_batches):
                     digest.update(one.view(torch.uint8).numpy().data)
                 states[tuple(places)] = digest.hexdigest()
             wanted.append(f"{places} {states[tuple(places)]}")
-    for name in ("one", "other"):
-        assert (tmp_path / name).read_text().splitlines() == wanted[:n_batches]
-    assert min(killed.values()) > 0
+    assert min(map(len, found)) > n_kills / 10
+    assert all(lines == wanted[: len(lines)] for lines in found)
+    assert min(killed.values()) > n_kills / 5
