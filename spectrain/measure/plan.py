@@ -160,8 +160,11 @@ class Outline:
                 batch.captured, batch.final_hidden = states[:, :, 1:].bfloat16(), states[:, :, 0].bfloat16()
             half = str(self.config["trainer"]["precision"]).startswith("bf16")
             device = "cpu" if self.config["trainer"]["accelerator"] == "cpu" else "cuda"
-            PLANNED.set((device, torch.bfloat16 if half else torch.float32))
-            return cost_of(lambda: self.module.objective(batch), half)
+            stands_for = PLANNED.set((device, torch.bfloat16 if half else torch.float32))
+            try:
+                return cost_of(lambda: self.module.objective(batch), half)
+            finally:
+                PLANNED.reset(stands_for)
 
     def weights(self, ranks: int) -> dict[str, int]:
         """Return the bytes that a rank holds all the time, by what they are."""
