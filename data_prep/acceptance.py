@@ -23,7 +23,7 @@ from pathlib import Path
 from rich.filesize import decimal
 
 from data_prep.labels import Labelling, LabelParts
-from data_prep.pipeline import Build, decided, group_size, hashed_config, launch, rank_device, store_path
+from data_prep.pipeline import Build, decided, hashed_config, launch, rank_device, store_path
 from data_prep.progress import show_facts, speed, target_override
 from spectrain.cli import interruptible, open_target
 from spectrain.config import plain
@@ -61,7 +61,8 @@ def main(options: Acceptance) -> None:
         target = target.with_capture(drafter.states.capture_layers)
         parts = LabelParts(identity, manifest, responses.rows, target, drafter.states, labelling, options.part_rows)
         out = store_path(options.out, "acceptance", identity)
-        build = Build(fabric, "acceptance", out, identity, options.fresh, group_size(fabric, options.target))
+        group_size = options.target.ranks_of_group(fabric.world_size)
+        build = Build(fabric, "acceptance", out, identity, options.fresh, group_size)
         tokens_per_s = build.run(lambda: parts)
     if fabric.is_global_zero:
         show(out, tokens_per_s)

@@ -16,6 +16,7 @@ if __name__ == "__main__":  # first, so that --help and a wrong option are answe
 
     run("data_prep.activations")
 
+import os
 import sys
 from functools import partial
 from pathlib import Path
@@ -23,7 +24,7 @@ from pathlib import Path
 from rich.filesize import decimal
 
 from data_prep.capture import ShardParts
-from data_prep.pipeline import Build, decided, group_size, hashed_config, launch, rank_device, store_path
+from data_prep.pipeline import Build, decided, hashed_config, launch, rank_device, store_path
 from data_prep.progress import show_facts, speed, target_override
 from data_prep.states_server import StatesServer, listen_at
 from spectrain.cli import interruptible, open_target
@@ -58,7 +59,8 @@ def main(options: Activations) -> None:
             packed, target, options.precision, options.dtype, options.batch_tokens, options.shard_tokens, facts
         )
         out = store_path(options.out, "activations", parts.identity)
-        build = Build(fabric, "activations", out, parts.identity, options.fresh, group_size(fabric, options.target))
+        group_size = options.target.ranks_of_group(fabric.world_size)
+        build = Build(fabric, "activations", out, parts.identity, options.fresh, group_size)
         tokens_per_s = build.run(lambda: parts)
     if fabric.is_global_zero:
         show(out, tokens_per_s)
@@ -66,7 +68,7 @@ def main(options: Activations) -> None:
 
 def serve(options: Activations) -> None:
     """Answer trainings until a signal ends the command."""
-    if launch("cpu", "none").world_size > 1:
+    if options.target.parallel == "tp" or "TORCHELASTIC_RUN_ID" in os.environ:
         raise AllRanksError("serve=true is one process; start it without torchrun, with target.parallel=device_map")
     secret = key()
     with interruptible("to serve again"), listen_at(options.listen) as listener:

@@ -24,7 +24,7 @@ from pathlib import Path
 from rich.filesize import decimal
 
 from data_prep.documents import DocumentParts
-from data_prep.pipeline import Build, decided, group_size, hashed_config, launch, rank_device, store_path
+from data_prep.pipeline import Build, decided, hashed_config, launch, rank_device, store_path
 from data_prep.progress import show_facts, target_override
 from data_prep.select import Scoring, Selection, read_scores
 from data_prep.server import found_server
@@ -67,16 +67,16 @@ def main(options: Datastore) -> None:
     config = hashed_config(plain(options), NOT_HASHED)
     scored_config = {key: value for key, value in config.items() if key not in (*CHOICE, "scores")}
     out = store_path(options.out, "datastore", scored_config)
-    if options.base_url:  # the target is there for its tokenizer and fingerprint
-        options = replace(options, target=replace(options.target, device="cpu", parallel="none"))
     with interruptible("to resume"):
         fabric = launch(options.target.device, options.target.parallel)
-        build = Build(fabric, "datastore", out, config, options.fresh, group_size(fabric, options.target))
+        build = Build(fabric, "datastore", out, config, options.fresh, options.target.ranks_of_group(fabric.world_size))
         is_built = (out / MANIFEST).is_file() and not options.fresh
         if not (is_built and options.calibrate):  # a finished store is only calibrated
             build.run(partial(documents, options, build, selection, scored_config))
-        if options.calibrate is not None and fabric.global_rank < build.group_size:
-            calibrate_store(out, open_target(options.target, rank_device(fabric)), options.calibrate)
+        if options.calibrate is not None and (fabric.is_global_zero or build.group_size > 1):
+            target = open_target(options.target, rank_device(fabric))  # for which all ranks meet, or one is alone
+            if fabric.global_rank < build.group_size:
+                calibrate_store(out, target, options.calibrate)
     if fabric.is_global_zero:
         made = DATASTORES.read_manifest(out)
         command_line = f"python -m spectrain.bench methods=all datastore={out}{target_override(made.build['config'])}"
@@ -87,7 +87,11 @@ def documents(options: Datastore, build: Build, selection: Selection, scored_con
     """Load the target and return what the datastore is chosen from; `scored_config` is what the scores depend on."""
     scores = decided(build.fabric, partial(read_scores, options.scores)) if options.scores else None
     server = found_server(options, build.fabric) if options.base_url else None
-    target = open_target(options.target, rank_device(build.fabric))
+    chosen = options.target
+    if options.base_url or options.scores:  # the target is there for its tokenizer and fingerprint
+        chosen = replace(chosen, device="cpu", parallel="none")
+    has_blocks = chosen is options.target
+    target = open_target(chosen, rank_device(build.fabric) if has_blocks else None, has_blocks)
     prints = {
         "target_fingerprint": fingerprint(target.model, target.tokenizer),
         "tokenizer_fingerprint": tokenizer_fingerprint(target.tokenizer),

@@ -1,6 +1,6 @@
 """How every command of `data_prep` builds its store: once, in a work folder beside it, on one rank or many.
 
-    build = Build(fabric, "acceptance", out, config, options.fresh, ranks_share=options.target.parallel != "tp")
+    build = Build(fabric, "acceptance", out, config, options.fresh, group_size=1)
     tokens_per_s = build.run(lambda: LabelParts(...))    # `Build.run` reads as the steps of a build
 
 Work is cut into parts by index, never by rank, and a part appears in the work folder by renaming. So a build can be
@@ -33,7 +33,6 @@ from lightning.fabric.strategies import DDPStrategy
 from rich.filesize import decimal
 
 from data_prep.progress import Advance, token_progress
-from spectrain.config import Target
 from spectrain.errors import UserError
 from spectrain.stores.files import free_bytes, json_line, parse_json, read_json, real_path, rename, to_disk, write_json
 from spectrain.stores.folder import MANIFEST, digest, kind_of, locked
@@ -68,11 +67,6 @@ def launch(device: str, parallel: str) -> Fabric:
     if not fabric.is_global_zero:
         logging.getLogger().setLevel(logging.WARNING)
     return fabric
-
-
-def group_size(fabric: Fabric, target: Target) -> int:
-    """Return how many ranks hold one target together, by a command's options."""
-    return (target.tp or fabric.world_size) if target.parallel == "tp" else 1
 
 
 def rank_device(fabric: Fabric) -> str | None:
@@ -161,7 +155,7 @@ class Build:
     out: Path
     config: dict  # what the store depends on, as far as it is known before the work begins
     fresh: bool = False  # replace a finished store; throw away a build that was begun without this option
-    group_size: int = 1  # ranks that hold one target together and work on the same parts
+    group_size: int = 1  # ranks that hold one target together, `Target.ranks_of_group`, and work on the same parts
 
     @property
     def work(self) -> Path:

@@ -22,7 +22,7 @@ from functools import partial
 from pathlib import Path
 
 from data_prep.answers import Answering, PromptParts, answer_in_loop, read_questions
-from data_prep.pipeline import Build, group_size, hashed_config, launch, rank_device, store_path
+from data_prep.pipeline import Build, hashed_config, launch, rank_device, store_path
 from data_prep.progress import show_facts, speed, target_override
 from data_prep.server import found_server
 from spectrain.cli import interruptible, open_target
@@ -66,7 +66,7 @@ def main(options: Responses) -> None:
         )
     with interruptible("to resume"):
         fabric = launch(options.target.device, options.target.parallel)
-        build = Build(fabric, "responses", out, config, options.fresh, group_size(fabric, options.target))
+        build = Build(fabric, "responses", out, config, options.fresh, options.target.ranks_of_group(fabric.world_size))
         tokens_per_s = build.run(partial(prompt_parts, options, build, questions, answering))
     if fabric.is_global_zero:
         show(out, tokens_per_s)
@@ -98,7 +98,7 @@ def prompt_parts(options: Responses, build: Build, questions: list[Question], an
     if options.source == "server":
         server = found_server(options, build.fabric)
         config = config | {"model": server.model}
-    target = open_target(options.target, rank_device(build.fabric))
+    target = open_target(options.target, rank_device(build.fabric), has_blocks=server is None)
     if server:
         source = partial(server.answer, target=target, answering=answering)
     else:

@@ -29,6 +29,7 @@ from spectrain.decoding.target import TargetModel
 from spectrain.errors import UserError
 from spectrain.stores.texts import unit_hash
 
+ROUNDING = 1e-6  # below the least perplexity or nll
 LOGITS_BYTES = 2**29  # of a batch, as float32, unless a single row has more
 CHUNK_LOGITS = {"cpu": 2**21, "cuda": 2**27}  # float32 values at once: few enough for caches, enough for all cores
 QUANTILES = {"lowest": 0.0, "q05": 0.05, "q25": 0.25, "median": 0.5, "q75": 0.75, "q95": 0.95, "highest": 1.0}
@@ -191,8 +192,10 @@ def read_scores(file: str) -> dict[str, float]:
     scores = {}
     for name, value in zip(table["id"].to_pylist(), table[column].to_pylist(), strict=True):
         value = math.inf if value is None else value
-        if isinstance(value, str) or not value >= least:
+        if type(value) not in (int, float) or not value >= least - ROUNDING:
             raise UserError(f"scores={file} has {column}={value} for {name}; give a number of {least} or more")
+        if str(name) in scores:
+            raise UserError(f"scores={file} has two rows for {name}; give one for each document")
         scores[str(name)] = value if least else math.exp(value) if value < 700 else math.inf
     return scores
 

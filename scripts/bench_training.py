@@ -76,7 +76,7 @@ from spectrain.training.optim import build_optimizer
 from spectrain.training.runs import RunFolder
 from spectrain.training.served import KEY
 
-WARM_UP, STEPS = 6, 20  # more than are read ahead
+WARM_UP, TIMED_STEPS = 6, 20  # of --served; more than are read ahead
 CONFIGURATIONS = (
     "data.row_tokens=512",
     "data.row_tokens=1024",
@@ -87,7 +87,7 @@ CONFIGURATIONS = (
     *(f"data.row_tokens={n} data.batch_size={max(1, (1 << 14) // n)}" for n in (1024, 4096, 16384, 65536)),
 )
 
-STEPS = 25
+STEPS = 25  # of --ranks
 TRAINERS = {
     "one rank": "trainer=cpu",
     "DDP": "trainer=ddp",
@@ -355,7 +355,7 @@ def timed_steps(overrides: Sequence[str]) -> tuple[float, float, int]:
     optimizer = build_optimizer(module.named_parameters(), Optimizer(**config["optimizer"] | {"lr": 1e-9}))
     half = torch.autocast("cpu", torch.bfloat16, enabled=config["trainer"]["precision"] == "bf16-mixed")
     loader = SeededLoader(rows.__getitem__, len(rows), config["data"]["batch_size"], config["seed"])
-    for number, batch in enumerate(islice(loader, WARM_UP + STEPS)):
+    for number, batch in enumerate(islice(loader, WARM_UP + TIMED_STEPS)):
         starts = [clock() for clock in clocks] if number == WARM_UP else starts
         with half:
             loss = module.objective(batch)

@@ -392,6 +392,12 @@ def open_target(
     from spectrain.decoding.weights import is_emulated
     from spectrain.models.packages import target_path
 
+    n_ranks = int(os.environ.get("WORLD_SIZE", 1))
+    if chosen.ranks_of_group(n_ranks) < n_ranks and all_ranks:
+        raise AllRanksError(
+            f"{n_ranks} ranks would each do the same here; start one process, or give target.parallel=tp and leave "
+            "target.tp out"
+        )
     path, device = target_path(chosen.path), device or chosen.device
     if not has_blocks and chosen.parallel == "none":
         from spectrain.decoding.tables import open_tables
@@ -400,11 +406,6 @@ def open_target(
             return tables
     options = {"engine": chosen.engine, "graphs": chosen.graphs, "compile": chosen.compile, "tp": chosen.tp}
     target = load_target(path, chosen.dtype, device, chosen.parallel, **options)
-    if all_ranks and (n_ranks := int(os.environ.get("WORLD_SIZE", 1))) > (target.group.size if target.group else 1):
-        raise AllRanksError(
-            f"{n_ranks} ranks would each do the same here; start one process, or give target.parallel=tp and leave "
-            "target.tp out"
-        )
     if target.device.type == "cpu" and is_emulated(target.dtype) and rank() == 0:
         log.warning("this processor computes %s slowly; target.dtype=float32 is faster here", chosen.dtype)
     return target

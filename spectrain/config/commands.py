@@ -8,6 +8,7 @@ from typing import Any
 from omegaconf import MISSING
 
 from spectrain.config.fields import group, option
+from spectrain.errors import UserError
 
 
 @dataclass
@@ -37,6 +38,12 @@ class Target:
         one_of=("none", "device_map", "tp"),
     )
     tp: int | None = option(None, "ranks that hold one target together with parallel=tp; null: all", least=1)
+
+    def ranks_of_group(self, n_ranks: int) -> int:
+        """Return how many of so many ranks hold one target together."""
+        if self.tp is not None and self.parallel != "tp":
+            raise UserError(f"target.tp={self.tp} is for target.parallel=tp; give it, or remove target.tp")
+        return (self.tp or n_ranks) if self.parallel == "tp" else 1
 
 
 @dataclass

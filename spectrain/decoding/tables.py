@@ -14,7 +14,7 @@ from safetensors import safe_open
 from transformers import AutoModelForCausalLM, GenerationConfig
 
 from spectrain.decoding.lean import SPIRE_LIKE
-from spectrain.decoding.loading import DTYPES, check_finite, read_config, read_tokenizer
+from spectrain.decoding.loading import DTYPES, check_finite, first_line, read_config, read_tokenizer
 from spectrain.decoding.target import TargetModel
 
 log = logging.getLogger(__name__)
@@ -25,8 +25,9 @@ def open_tables(folder: Path, dtype: str, device: str) -> TargetModel | None:
 
     That is so on the hub, and where the files do not hold each weight under the name that the model has for it.
     """
-    on = torch.device(("cuda" if torch.cuda.is_available() else "cpu") if device == "auto" else device)
     try:
+        on = torch.device(("cuda" if torch.cuda.is_available() else "cpu") if device == "auto" else device)
+        torch.empty(0, device=on)
         config = read_config(folder)
         with torch.device("meta"):
             model = AutoModelForCausalLM.from_config(config)
@@ -41,7 +42,7 @@ def open_tables(folder: Path, dtype: str, device: str) -> TargetModel | None:
             model.generation_config = GenerationConfig.from_pretrained(folder)
         tokenizer = read_tokenizer(folder)
     except Exception as error:  # loading the whole target will say what is wrong
-        log.debug("the target is loaded as a whole: %r", error)
+        log.warning("the target is loaded as a whole, though no block is run: %s", first_line(error))
         return None
     model.load_state_dict({name: mapped[name] for name in shapes}, strict=False, assign=True)
     model.tie_weights()

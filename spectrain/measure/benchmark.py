@@ -57,7 +57,8 @@ class Benchmark:
             return row.batch_size != self.batch_size or (row.error is None and (row.question_id, row.method) in asked)
 
         rows = RowFile(file, QuestionRow, keep, writes=self.target.leads)
-        done = {(row.question_id, row.method) for row in rows.rows if row.batch_size == self.batch_size}
+        # Ranks that share a target leave out the same answers, though one may read the file of an earlier run.
+        done = self.target.agreed({(r.question_id, r.method) for r in rows.rows if r.batch_size == self.batch_size})
         if done:
             log.info("%d of %d answers (one per question and method) are measured already", len(done), len(asked))
         if asked - done:
@@ -87,7 +88,7 @@ class Benchmark:
             for i in range(MOST_WARM_UPS if self.strict and order else WARM_UPS):
                 rows = self.answer(name, order[:n_rows], n_new)
                 # Methods that choose among others run each of them.
-                if i + 1 >= WARM_UPS and not any(row.prepared for row in rows):
+                if i + 1 >= WARM_UPS and not self.target.agreed(any(row.prepared for row in rows)):
                     break
 
     def groups(self, done: Collection[tuple[str, str]]) -> Iterator[list[QuestionRow]]:

@@ -17,6 +17,7 @@ from pathlib import Path
 import torch
 from torch import nn
 
+from spectrain.config import Target
 from spectrain.decoding import TargetModel
 from spectrain.decoding.loading import DTYPES
 from spectrain.decoding.memory import PLANNED
@@ -169,7 +170,7 @@ class Outline:
     def weights(self, ranks: int) -> dict[str, int]:
         """Return the bytes that a rank holds all the time, by what they are."""
         config, trained, stage = self.config, self.trained, _zero(self.config)
-        size, target = tensor_ranks(config, ranks), self.module.target
+        size, target = Target(**config["target"]).ranks_of_group(ranks), self.module.target
         held = {"target": self.target_bytes(size) if self.experiment.needs_blocks(config) else _n_bytes(target.tables)}
         adam = _state_bytes(config["optimizer"]["name"], self.module)
         if stage is None:
@@ -190,8 +191,8 @@ class Outline:
 
     def exchanged_by_target(self, ranks: int) -> float:
         """Return the bytes that a rank sends in a forward of the target over the rows of all ranks of its group."""
-        config, target = self.config, self.module.target
-        size, data = tensor_ranks(config, ranks), config["data"]
+        config, target, data = self.config, self.module.target, self.config["data"]
+        size = Target(**config["target"]).ranks_of_group(ranks) if self.experiment.needs_blocks(config) else 1
         n_tokens = size * data["batch_size"] // ranks * data["row_tokens"]
         states = n_tokens * target.config.get_text_config().hidden_size * target.dtype.itemsize
         return 2 * target.n_layer * _all_reduced(states, size)  # behind attention, and behind the MLP
@@ -216,12 +217,6 @@ def meta_target(options: Mapping) -> TargetModel:
     model = empty_model(options["path"], dtype=DTYPES[options["dtype"]])
     with torch.device("meta"):
         return TargetModel(model.eval().requires_grad_(False), engine=options["engine"])
-
-
-def tensor_ranks(config: Mapping, ranks: int) -> int:
-    """Return how many of the ranks hold one target together."""
-    target = config["target"]
-    return (target["tp"] or ranks) if target["parallel"] == "tp" else 1
 
 
 def _all_reduced(n_bytes: float, n_ranks: int) -> float:

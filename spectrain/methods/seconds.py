@@ -145,7 +145,8 @@ class Table:
         machine = machine_of(target)
         known = _of_process.setdefault(target.model, {})
         if (key := digest(machine)) not in known:
-            known[key] = cls.read(CHECKPOINTS / f"seconds-{fingerprint(target.model, target.tokenizer)}-{key}.json")
+            file = CHECKPOINTS / f"seconds-{fingerprint(target.model, target.tokenizer)}-{key}.json"
+            known[key] = target.agreed(cls.read(file))
         return known[key]
 
     @classmethod

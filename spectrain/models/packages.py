@@ -18,9 +18,16 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from spectrain.decoding.loading import DTYPES, check_complete, first_line, load_target, quiet_transformers
+from spectrain.decoding.loading import (
+    DTYPES,
+    check_complete,
+    first_line,
+    load_target,
+    quiet_transformers,
+    read_config,
+)
 from spectrain.errors import UserError
 from spectrain.stores.files import write_json
 from spectrain.stores.folder import MANIFEST, locked, sha256, write_folder
@@ -176,7 +183,7 @@ def dtype_of(target: Mapping, on_gpu: bool) -> str:
     if not on_gpu or target["device"] == "cpu":
         return "float32"
     try:
-        found = getattr(AutoConfig.from_pretrained(target_path(target["path"])), "dtype", None)
-    except (OSError, ValueError, UserError):  # loading the target will say what is wrong
+        found = getattr(read_config(target_path(target["path"])), "dtype", None)
+    except Exception:  # loading the target will say what is wrong
         return "float32"
     return next((name for name, dtype in DTYPES.items() if dtype == found), "float32")

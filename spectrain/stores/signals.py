@@ -48,6 +48,11 @@ class Signals:
         """The number of the first signal, None before."""
         return self._first.number
 
+    def anew(self) -> FirstSignal:
+        """Forget earlier signals, and return what other handlers than these note the first one in."""
+        self._first = FirstSignal()
+        return self._first
+
     @contextmanager
     def answered(self) -> Iterator[None]:
         """Take over while a command runs, which is the block, and give the handlers of before back.

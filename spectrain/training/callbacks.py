@@ -18,7 +18,7 @@ from lightning.pytorch.callbacks import ModelCheckpoint, TQDMProgressBar
 from torch import Tensor
 
 from spectrain.errors import AllRanksError
-from spectrain.stores.signals import SAID, SIGNALS, FirstSignal
+from spectrain.stores.signals import SAID, SIGNALS
 from spectrain.training.checkpoints import PARTIAL, BestFolder, CheckpointFolder, remove
 from spectrain.training.strategies import share_of, whole_state
 
@@ -160,7 +160,6 @@ class Checkpoints(ModelCheckpoint):
             save_on_train_epoch_end=False,
             enable_version_counter=False,
         )
-        self._asked = FirstSignal()
         self._previous: dict[int, object] = {}
 
     def setup(self, trainer: Trainer, module: LightningModule, stage: str) -> None:
@@ -168,6 +167,7 @@ class Checkpoints(ModelCheckpoint):
 
     def on_train_start(self, trainer: Trainer, module: LightningModule) -> None:
         super().on_train_start(trainer, module)
+        self._asked = SIGNALS.anew()
         for number in (signal.SIGINT, signal.SIGTERM):
             self._previous[number] = signal.signal(number, self._note)
 
@@ -182,7 +182,7 @@ class Checkpoints(ModelCheckpoint):
         if trainer.enable_validation and is_validated:
             self._defer_save_until_validation = True
             return
-        if trainer.strategy.reduce_boolean_decision(bool(self._asked.number), all=False):
+        if trainer.strategy.reduce_boolean_decision(SIGNALS.first is not None, all=False):
             self._last_time_checked = -math.inf  # due at once
         super().on_train_batch_end(trainer, module, outputs, batch, batch_idx)
 

@@ -331,7 +331,7 @@ def plain_name(name: str) -> str:
 def hashed(config: Mapping) -> dict:
     """Return the options that what is trained depends on."""
     kept = {key: value for key, value in config.items() if key not in NOT_HASHED}
-    for name, left_out in NOT_HASHED_OF.items():
+    for name, left_out in NOT_HASHED_OF.items() if "trainer" in config else ():  # a measurement stays where it began
         if isinstance(node := kept.get(name), Mapping):
             if name == "trainer" and "deepspeed" not in str(node.get("strategy")):  # others share their checkpoints
                 left_out = (*left_out, "strategy")

@@ -164,12 +164,12 @@ class HiddenStates:
 
     def _retried(self, call: Callable[[], T]) -> T:
         """Return what a call does, which is repeated, after pauses that double, until it finds the server."""
-        pause_s, longest_s = PAUSES_S
+        (pause_s, longest_s), began_s = PAUSES_S, time.monotonic()
         while True:
             try:
                 found = call()
             except (OSError, EOFError) as error:
-                self._lost(error)
+                self._lost(error, began_s)
                 time.sleep(pause_s)
                 pause_s = min(2 * pause_s, longest_s)
                 continue
@@ -179,14 +179,14 @@ class HiddenStates:
                     log.info("%s answers again", self.address)
             return found
 
-    def _lost(self, error: Exception) -> None:
-        """Note that the server is gone; UserError where it has been for too long, or this process is to end."""
+    def _lost(self, error: Exception, began_s: float) -> None:
+        """Note that the server is gone since `began_s`; UserError where that is too long, or this process is to end."""
         limit_s = self.timeout_s if self.facts else min(CONNECT_S, self.timeout_s)
         why = getattr(error, "strerror", None) or "it has ended"
         with self._lock:
             self._idle.clear()
             if self._gone_s is None:
-                self._gone_s = time.monotonic()
+                self._gone_s = began_s
                 log.warning("%s does not answer (%s); it is asked again for %g s", self.address, why, limit_s)
             gone_s = time.monotonic() - self._gone_s
         if gone_s > limit_s or SIGNALS.first is not None:
