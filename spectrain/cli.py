@@ -249,6 +249,8 @@ def one_sentence(name: str, failed: list[str] | None = None) -> Iterator[None]:
     except Exception as error:
         if isinstance(error, OSError) and error.filename is not None:
             sentence = f"{error.filename} cannot be read or written ({error.strerror}); see to it, or give another path"
+            if failed is None:
+                tell_torchrun(sentence)
         elif failed is None or int(os.environ.get("WORLD_SIZE", 1)) > 1:  # other ranks may wait in this job
             tell_torchrun(f"{type(error).__name__}: {error}")
             raise

@@ -74,6 +74,10 @@ MISSING_TARGET = [
     (f"train {SPIRE} target=no/where", "no/where"),
     ("responses prompts=prompts.jsonl target=no/where", "no/where"),
 ]
+SHARED_TARGET = [
+    (f"generate {PLD} target.tp=2", "target.tp=2 target.parallel=tp"),
+    (f"generate {PLD} target.parallel=tp", "torchrun"),
+]
 OTHER_TARGET = [
     ("generate method=spire drafter={other} prompt=def", "{other} target"),
     ("bench methods=[spire] drafter={other} prompts=prompts.jsonl", "{other} target"),
@@ -113,7 +117,7 @@ EMPTY = [
 ]
 CASES = [
     *(MISSPELT + WRONG_TYPE + OUT_OF_RANGE + UNKNOWN_METHOD + MISSING_TARGET),
-    *(OTHER_TARGET + MISSING_FILE + HALF_WRITTEN + EMPTY),
+    *(SHARED_TARGET + OTHER_TARGET + MISSING_FILE + HALF_WRITTEN + EMPTY),
 ]
 
 

@@ -19,7 +19,7 @@ SHAPE_KEYS = (
     *("num_key_value_heads", "head_dim", "max_position_embeddings", "tie_word_embeddings"),
     *("rms_norm_eps", "layer_norm_eps", "rope_parameters", "hidden_act"),
 )
-_of_sharded: WeakKeyDictionary[nn.Module, hashlib._Hash] = WeakKeyDictionary()  # models that ranks share
+_of_sharded: WeakKeyDictionary[PreTrainedModel, hashlib._Hash] = WeakKeyDictionary()  # models that ranks share
 SMALLEST = 2.0**-14  # below it float16 has fewer bits than bfloat16
 
 
@@ -28,10 +28,14 @@ def fingerprint(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | Non
 
     Weights are compared as bfloat16 and tiny ones as 0, so a bfloat16 file has one fingerprint whether it was loaded as
     float32, bfloat16 or float16 (unless it holds values beyond 65504). It is equal on every machine; device and
-    attention implementation do not count.
+    attention implementation do not count. Where ranks share the model, all of them make the first call.
     """
     config = model.config.get_text_config()
-    digest = _digest([config.model_type, {key: getattr(config, key, None) for key in SHAPE_KEYS}], model)
+    if (digest := _of_sharded.get(model)) is None:
+        digest = _digest([config.model_type, {key: getattr(config, key, None) for key in SHAPE_KEYS}], model)
+        if any(is_shard(one) for one in model.parameters()):
+            _of_sharded[model] = digest
+    digest = digest.copy()
     if tokenizer is not None:
         digest.update(_vocabulary(tokenizer))
     return digest.hexdigest()[:16]
@@ -48,12 +52,7 @@ def tokenizer_fingerprint(tokenizer: PreTrainedTokenizerBase) -> str:
 
 
 def _digest(description: object, module: nn.Module) -> hashlib._Hash:
-    """Hash a description, and the names, shapes and sampled values of the module's parameters.
-
-    Where ranks share the module, all of them make the first call.
-    """
-    if module in _of_sharded:
-        return _of_sharded[module].copy()
+    """Hash a description, and the names, shapes and sampled values of the module's parameters."""
     digest = hashlib.sha256(_canonical(description))
     for name, parameter in sorted(module.named_parameters()):
         flat = whole(parameter.detach()).reshape(-1)
@@ -61,8 +60,6 @@ def _digest(description: object, module: nn.Module) -> hashlib._Hash:
         values = torch.where(values.abs() < SMALLEST, 0.0, values).to(torch.bfloat16) + 0.0  # and -0 as 0
         digest.update(_canonical([name, list(parameter.shape)]))
         digest.update(values.view(torch.int16).numpy().astype("<i2").tobytes())
-    if any(is_shard(one) for one in module.parameters()):
-        _of_sharded[module] = digest.copy()
     return digest
 
 

@@ -10,7 +10,7 @@ import torch
 PLANNED: ContextVar[tuple[str, torch.dtype]] = ContextVar("planned", default=("cuda", torch.bfloat16))
 
 
-def kind_of(device: torch.device) -> str:
+def device_type(device: torch.device) -> str:
     """Return the type of a device, or of the one that `meta` stands for."""
     return PLANNED.get()[0] if device.type == "meta" else device.type
 

@@ -29,7 +29,7 @@ from spectrain.decoding.masks import (
     packed_mask,
     tree_mask,
 )
-from spectrain.decoding.memory import kind_of
+from spectrain.decoding.memory import device_type
 from spectrain.decoding.modules import TransformersEngine, check_supported
 from spectrain.decoding.sharded import TensorGroup
 from spectrain.decoding.tree import DraftTree
@@ -250,7 +250,7 @@ class TargetModel:
         """
         if starts is None:
             states = self._states_of_texts(tokens)
-        elif kind_of(self.device) == "cpu" or starts.shape[1] > MOST_MASKED:
+        elif device_type(self.device) == "cpu" or starts.shape[1] > MOST_MASKED:
             states = each_alone(self._states_of_texts, tokens, starts)
         else:
             states = self._states(tokens, *packed_mask(starts))

@@ -25,7 +25,7 @@ from spectrain.training.losses import chunk_loss
 from spectrain.training.optim import OptimizerSettings, build_optimizer, warmup_then_down
 from spectrain.training.runs import RunFolder
 from spectrain.training.sources import Source
-from spectrain.training.strategies import ShardedStrategy
+from spectrain.training.strategies import FSDP2Strategy
 from spectrain.training.sums import Sums
 
 log = logging.getLogger(__name__)
@@ -64,7 +64,7 @@ class Training(LightningModule):
             self.compiles = False
 
     def configure_model(self) -> None:
-        if isinstance(self.trainer.strategy, ShardedStrategy) and not isinstance(self, FSDPModule):
+        if isinstance(self.trainer.strategy, FSDP2Strategy) and not isinstance(self, FSDPModule):
             self.trainer.strategy.shard(self, self.plain_blocks)
 
     @property

@@ -19,7 +19,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from spectrain.decoding.memory import PLANNED, kind_of
+from spectrain.decoding.memory import PLANNED, device_type
 
 MOST_LOGITS = {"cpu": 1 << 22}  # of a chunk: 16 MB, for which a CPU's allocator need not ask the system each time
 MOST_LOGITS_ELSEWHERE = 1 << 26  # with fewer positions a GPU waits for the unembedding, which each chunk reads
@@ -179,7 +179,7 @@ def _dtype_of(states: Tensor) -> torch.dtype:
 
 def _parts(hidden: Tensor, n_tokens: int) -> list[slice]:
     """Cut positions into chunks of like size whose logits fit the device."""
-    kind = kind_of(hidden.device)
+    kind = device_type(hidden.device)
     most = max(1, MOST_LOGITS.get(kind, MOST_LOGITS_ELSEWHERE) // n_tokens)
     size = most - most % TILE if kind != "cpu" and most > TILE else most
     return [slice(start, start + size) for start in range(0, len(hidden), size)]

@@ -144,7 +144,7 @@ class CPUZeroStrategy(ZeroStrategy):
         return torch.device("cpu", 0)  # deepspeed reads the index
 
 
-class ShardedStrategy(ModelParallelStrategy):
+class FSDP2Strategy(ModelParallelStrategy):
     """FSDP2 over all ranks: each keeps a share of the weights, gradients and optimizer state.
 
     Weights are float32 and products in the trainer's precision by autocast, as on a single process, so that losses are

@@ -88,6 +88,14 @@ def test_another_config_is_refused_and_named(tmp_path):
         find(tmp_path, "max_steps=7")
 
 
+def test_a_training_may_go_on_elsewhere_but_a_measurement_may_not():
+    here, there = ({"device": one, "parallel": "none", "tp": None, "path": "x"} for one in ("cpu", "cuda"))
+    trainings = [{"kind": "spire", "run_dir": None, "trainer": {"devices": 1}, "target": one} for one in (here, there)]
+    assert RunFolder.path_of(trainings[0]) == RunFolder.path_of(trainings[1])
+    bench = [{"kind": "bench", "run_dir": None, "target": one} for one in (here, there)]
+    assert RunFolder.path_of(bench[0]) != RunFolder.path_of(bench[1])
+
+
 def test_each_start_is_noted_with_where_and_with_what_it_ran(tmp_path):
     run = find(tmp_path)
     run.begin()
