@@ -129,6 +129,7 @@ def test_losses_are_those_of_online_training(learn, shared, target):
 
 
 def test_each_bad_server_is_one_sentence(learn, shared, target, monkeypatch, tmp_path):
+    monkeypatch.setattr(served, "CONNECT_S", 1.0)
     training = [*training_options(shared), "data=served"]
     other = TargetModel(tiny_model("llama", vocab_size=300), target.tokenizer)
     nobody = socket.create_server(("127.0.0.1", 0))  # some other service
