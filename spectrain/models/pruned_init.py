@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from spectrain.decoding.lean import block_state
+from spectrain.decoding.llama import PIECE_TOKENS
 from spectrain.decoding.sharded import whole
 from spectrain.decoding.target import TargetModel
 from spectrain.errors import UserError
@@ -99,14 +100,14 @@ class InputFit:
         The first position of each document is left out: there many targets have activations that are thousands of
         times as large, and no draft begins there.
         """
-        inputs = F.embedding(tokens[:, 1:], self.embedding)
-        if self.drafter.config.previous_state:
-            inputs = torch.cat([inputs.float(), final_hidden[:, :-1].float()], dim=-1)
         starts = torch.zeros_like(tokens) if starts is None else starts
         inside = starts[:, 1:] == starts[:, :-1]
-        inputs = inputs[inside].double()  # [N, D or 2 D]
-        self.gram += inputs.T @ inputs
-        self.cross += inputs.T @ wanted[:, 1:][inside].double()
+        states = (tokens[:, 1:], final_hidden[:, :-1], wanted[:, 1:])
+        for part in zip(*(one[inside].split(PIECE_TOKENS) for one in states), strict=True):
+            inputs = [F.embedding(part[0], self.embedding), *([part[1]] if self.drafter.config.previous_state else [])]
+            inputs = torch.cat([one.double() for one in inputs], dim=-1)  # [n, D or 2 D]
+            self.gram += inputs.T @ inputs
+            self.cross += inputs.T @ part[2].double()
 
     @torch.no_grad()
     def finish(self) -> None:
