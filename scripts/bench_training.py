@@ -274,7 +274,8 @@ def report_ranks(args: argparse.Namespace) -> None:
     speeds = {name: np.array([speed_of(one) for one in curves]) for name, curves in runs.items()}
     rows = []
     for name, curves in runs.items():
-        times = "" if name == "one rank" else str(median(speeds[name] / speeds["one rank"]))
+        ratios = speeds[name] / speeds["one rank"]
+        times = "" if name == "one rank" else str(median(ratios)) if len(ratios) > 1 else f"{ratios[0]:.2f}, one turn"
         steps = [step for step, row in curves[0].items() if "train/loss" in row]
         apart = max(abs(curves[0][step]["train/loss"] - runs["one rank"][0][step]["train/loss"]) for step in steps)
         rows.append([name, f"{np.median(speeds[name]):,.0f}", times, f"{apart:.6f}" if times else ""])
