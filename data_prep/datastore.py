@@ -89,7 +89,7 @@ def documents(options: Datastore, build: Build, selection: Selection, scored_con
     server = found_server(options, build.fabric) if options.base_url else None
     chosen = options.target
     if options.base_url or options.scores:  # the target is there for its tokenizer and fingerprint
-        chosen = replace(chosen, device="cpu", parallel="none")
+        chosen = replace(chosen, device="cpu", parallel="none", tp=None)
     has_blocks = chosen is options.target
     target = open_target(chosen, rank_device(build.fabric) if has_blocks else None, has_blocks)
     prints = {

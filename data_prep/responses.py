@@ -62,7 +62,7 @@ def main(options: Responses) -> None:
     questions = read_questions(options.prompts, options.limit)
     if options.source == "server":  # the target is there for its tokenizer, context and fingerprint
         options = dataclasses.replace(
-            options, target=dataclasses.replace(options.target, device="cpu", parallel="none")
+            options, target=dataclasses.replace(options.target, device="cpu", parallel="none", tp=None)
         )
     with interruptible("to resume"):
         fabric = launch(options.target.device, options.target.parallel)

@@ -59,7 +59,9 @@ def of_run(options: Export) -> tuple[Path, Callable[..., None]]:
         if "export_dtype" not in run.config:
             raise UserError(f"export_dtype={options.export_dtype} is no option of {run.path}; remove it")
         run = replace(run, config=run.config | {"export_dtype": options.export_dtype})
-    experiment = run.experiment(partial(open_target, replace(run.target, parallel="none"), "cpu", has_blocks=False))
+    experiment = run.experiment(
+        partial(open_target, replace(run.target, parallel="none", tp=None), "cpu", has_blocks=False)
+    )
     return out, partial(write_export, export=run_export(experiment, options.weights))
 
 

@@ -85,7 +85,8 @@ def runs(shared, made, ready, tmp_path_factory) -> Path:
     launch(1, folder, [job("one"), job("one-two", interrupt=7), *prepared["one"]])
     launch(4, folder, [job("tp", *tp), job("tp-cut", *tp, interrupt=7), job("one-two", *tp), *prepared["tp"]])
     launch(2, folder, [{"command": "spectrain.bench", "arguments": [*bench, "target.parallel=tp"]}])
-    launch(1, folder, [job("tp-cut")])
+    again = {"command": "spectrain.export", "arguments": ["run=tp", "out=tp-again"]}
+    launch(1, folder, [job("tp-cut"), again])
     return folder
 
 
@@ -108,6 +109,8 @@ def test_ranks_see_other_rows_and_export_the_same_drafter(runs):
     assert len({tuple(json.loads(one[0])[1]) for one in seen}) == 4
     one, tp = (load_file(runs / f"{name}-out" / "model.safetensors") for name in ("one", "tp"))
     assert max(float((one[name] - tp[name]).abs().max()) for name in one) < 5e-3  # Adam divides by small gradients
+    again = load_file(runs / "tp-again" / "model.safetensors")
+    assert all(torch.equal(tp[name], again[name]) for name in tp)
     results = [json.loads((runs / name / "result.json").read_text()) for name in ("one", "tp")]
     assert results[0]["tau"]["spire"].keys() == results[1]["tau"]["spire"].keys()
 
