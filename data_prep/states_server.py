@@ -152,11 +152,8 @@ class StatesServer:
             send_values(connection, states)
 
     def _why_not(self, request: Request) -> str | None:
-        (n_rows, n_tokens), layers, most = (
-            request.shape,
-            request.layers,
-            min(self.target.max_positions, MOST_ROW_TOKENS),
-        )
+        (n_rows, n_tokens), layers = request.shape, request.layers
+        most = min(self.target.max_positions, MOST_ROW_TOKENS)
         if n_tokens > most or n_rows > max(1, self.batch_tokens // n_tokens):
             return f"{n_rows} rows of {n_tokens} tokens exceed batch_tokens={self.batch_tokens}, or {most} per row"
         if len(layers) > self.target.n_layer or max(layers, default=0) >= self.target.n_layer:

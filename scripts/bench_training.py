@@ -295,7 +295,7 @@ def report_ranks(args: argparse.Namespace) -> None:
 
 
 def curve_of(args: argparse.Namespace, trainer: str) -> dict[int, dict[str, float]]:
-    """What a short training logs, by step."""
+    """Return what a short training logs, by step."""
     overrides = f"+exp=spire target={args.target} data.batch_size={args.batch} data.row_tokens={args.length}".split()
     overrides += f"max_steps={STEPS} data.val_rows=2 select.every=0 {trainer} trainer.accelerator=cpu".split()
     overrides += ["trainer.precision=32-true", "trainer.log_every_n_steps=1", "tau.contexts=1", "tau.new_tokens=4"]

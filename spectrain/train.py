@@ -85,8 +85,7 @@ def train(options: Train, run: RunFolder) -> None:
         except Exception as error:  # heads and targets have none, and a plan must not end a training
             log.debug("no plan: %s", error)
     whole = partial(open_target, run.target, target_device(run.config))
-    has_blocks = bool(options.vanilla) or run.experiment_type.needs_blocks(run.config)
-    experiment = run.experiment(partial(whole, has_blocks=has_blocks))
+    experiment = run.experiment(partial(whole, has_blocks=run.experiment_type.needs_blocks(run.config)))
     parts = experiment.prepare()
     run.change(parts.data.changed)
     measurement = Measurement(options, experiment, parts, whole) if experiment.drafts else None
@@ -153,7 +152,7 @@ class Measurement:
     def of(self, weights: dict[str, Tensor]) -> dict:
         """Measure the weights, on contexts that validation does not see where there are any.
 
-        Nothing, with a warning, where the training had the target's tables alone and here is no room for the rest.
+        Returns {}, with a warning, where the training had the target's tables alone and all of it cannot be loaded.
         """
         if not self.target.has_blocks:
             try:

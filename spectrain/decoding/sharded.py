@@ -13,6 +13,7 @@ import os
 from dataclasses import dataclass
 from functools import cache
 from math import gcd
+from types import SimpleNamespace
 from typing import TypeVar
 
 import torch
@@ -124,7 +125,7 @@ def sharded_class(config: PretrainedConfig, called: str, group: TensorGroup) -> 
     class Sharded(base):
         @classmethod
         def prepare_distribute_model(cls, distributed_config, device_map=None):
-            return distributed_config, group.device, _Meshes(group.mesh)
+            return distributed_config, group.device, SimpleNamespace(get_mesh=lambda names: group.mesh)
 
         @classmethod
         def maybe_distribute_model(cls, model, distributed_config, meshes):
@@ -138,16 +139,6 @@ def sharded_class(config: PretrainedConfig, called: str, group: TensorGroup) -> 
 
     Sharded.__name__ = base.__name__
     return Sharded
-
-
-@dataclass(frozen=True)
-class _Meshes:
-    """What transformers asks for its meshes."""
-
-    mesh: DeviceMesh
-
-    def get_mesh(self, names: object) -> DeviceMesh:
-        return self.mesh
 
 
 def is_shard(tensor: Tensor) -> bool:

@@ -28,6 +28,8 @@ def open_tables(folder: Path, dtype: str, device: str) -> TargetModel | None:
     try:
         on = torch.device(("cuda" if torch.cuda.is_available() else "cpu") if device == "auto" else device)
         torch.empty(0, device=on)
+        if not folder.is_dir():
+            raise FileNotFoundError(f"{folder} is no folder on this machine")
         config = read_config(folder)
         with torch.device("meta"):
             model = AutoModelForCausalLM.from_config(config)

@@ -31,8 +31,8 @@ from spectrain.training.runs import RunFolder
 from spectrain.training.strategies import check_shared
 
 ZERO_BUCKET = 200_000_000  # elements that DeepSpeed reduces at once, as Lightning sets it
-FSDP = "fsdp"
 ZERO_LIVE = 1_000_000_000  # parameters that ZeRO-3 keeps gathered at the most, likewise
+FSDP = "fsdp"  # beside the stages of ZeRO
 
 
 @dataclass(frozen=True)
@@ -136,7 +136,7 @@ class Outline:
             module = experiment.blank().to("meta")
         if config["trainer"]["activation_checkpointing"]:
             module.recompute_activations()
-        if _zero(config) not in (None, FSDP) and config["trainer"]["precision"] == "bf16-mixed":
+        if _stage(config) not in (None, FSDP) and config["trainer"]["precision"] == "bf16-mixed":
             module.bfloat16()
         return cls(config, experiment, module)
 
@@ -169,7 +169,7 @@ class Outline:
 
     def weights(self, ranks: int) -> dict[str, int]:
         """Return the bytes that a rank holds all the time, by what they are."""
-        config, trained, stage = self.config, self.trained, _zero(self.config)
+        config, trained, stage = self.config, self.trained, _stage(self.config)
         size, target = Target(**config["target"]).ranks_of_group(ranks), self.module.target
         held = {"target": self.target_bytes(size) if self.experiment.needs_blocks(config) else _n_bytes(target.tables)}
         adam = _state_bytes(config["optimizer"]["name"], self.module)
@@ -202,7 +202,7 @@ class Outline:
 
         FSDP2 gathers plain blocks one by one: one is read, the next on its way. It gathers the rest for a whole step.
         """
-        stage = _zero(self.config)
+        stage = _stage(self.config)
         if stage is None:
             return step.peak_bytes
         if stage == FSDP:
@@ -228,7 +228,7 @@ def _short(count: int) -> str:
     return f"{count / 1e9:.3g} billion" if count >= 1e9 else f"{count / 1e6:.3g} million"
 
 
-def _zero(config: Mapping) -> int | str | None:
+def _stage(config: Mapping) -> int | str | None:
     """Return the stage of a config's DeepSpeed strategy, or FSDP; None for trainers that keep all on each rank."""
     strategy = config["trainer"]["strategy"]
     if isinstance(strategy, Mapping):

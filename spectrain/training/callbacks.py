@@ -182,7 +182,7 @@ class Checkpoints(ModelCheckpoint):
         if trainer.enable_validation and is_validated:
             self._defer_save_until_validation = True
             return
-        if trainer.strategy.reduce_boolean_decision(SIGNALS.first is not None, all=False):
+        if trainer.strategy.reduce_boolean_decision(bool(self._asked.number), all=False):
             self._last_time_checked = -math.inf  # due at once
         super().on_train_batch_end(trainer, module, outputs, batch, batch_idx)
 

@@ -152,7 +152,7 @@ class SpireExperiment(Experiment):
 
     @staticmethod
     def needs_blocks(config: Mapping) -> bool:
-        return config["data"]["source"] == "online" or not config["target_activations"]
+        return bool(config["vanilla"]) or config["data"]["source"] == "online" or not config["target_activations"]
 
     def prepare(self) -> Parts:
         config = self.config

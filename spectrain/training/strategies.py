@@ -19,9 +19,10 @@ from lightning.pytorch.strategies import DeepSpeedStrategy, ModelParallelStrateg
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard, register_fsdp_forward_method
-from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.distributed.tensor import distribute_tensor
 from torch.optim import Optimizer
 
+from spectrain.decoding.sharded import is_shard, whole
 from spectrain.errors import UserError
 from spectrain.kernels import multiplies
 from spectrain.training.checkpoints import read_file
@@ -198,13 +199,13 @@ class FSDP2Strategy(ModelParallelStrategy):
 
     def _gathered(self, value: Tensor) -> Tensor | None:
         """Put a tensor together on rank zero, in CPU memory; None on others. All ranks call it."""
-        whole = value.full_tensor() if isinstance(value, DTensor) else value
-        return whole.cpu() if self.is_global_zero else None
+        found = whole(value)
+        return found.cpu() if self.is_global_zero else None
 
 
 def _divided_as(parameter: Tensor | None, value: Tensor) -> Tensor:
     """Return this rank's share of a whole tensor, if the parameter that it belongs to is divided."""
-    if not isinstance(parameter, DTensor):
+    if not is_shard(parameter):
         return value
     device = parameter.to_local().device
     return distribute_tensor(value.to(device), parameter.device_mesh, parameter.placements, src_data_rank=None)
@@ -212,7 +213,7 @@ def _divided_as(parameter: Tensor | None, value: Tensor) -> Tensor:
 
 def share_of(parameter: nn.Parameter) -> Tensor:
     """Return what this rank holds of a parameter."""
-    return parameter.to_local() if isinstance(parameter, DTensor) else getattr(parameter, "ds_tensor", parameter)
+    return parameter.to_local() if is_shard(parameter) else getattr(parameter, "ds_tensor", parameter)
 
 
 def whole_state(trainer: Trainer, module: LightningModule) -> dict[str, Tensor] | None:
@@ -238,8 +239,8 @@ def whole_state(trainer: Trainer, module: LightningModule) -> dict[str, Tensor] 
 
 def _whole(parameter: nn.Parameter) -> Tensor:
     """The whole of a parameter of which this rank may hold a shard, float32 where DeepSpeed steps it so."""
-    if isinstance(parameter, DTensor):
-        return parameter.full_tensor()
+    if is_shard(parameter):
+        return whole(parameter)
     partitioned = hasattr(parameter, "ds_id")
     if not partitioned and not hasattr(parameter, "_hp_mapping"):
         return parameter
