@@ -24,7 +24,8 @@ from rich.markup import escape
 from data_prep.pipeline import Build, Parts
 from data_prep.progress import Advance, show_facts
 from spectrain.decoding import Sampling, TargetModel
-from spectrain.decoding.loop import Emitted, check_prompt
+from spectrain.decoding.engine import check_prompt
+from spectrain.decoding.loop import Emitted
 from spectrain.errors import UserError
 from spectrain.stores.files import end_last_line, json_line, read_lines
 from spectrain.stores.folder import digest
@@ -111,7 +112,7 @@ def answer_in_loop(
             answers.advance(0, len(step.tokens))
             if step.generation is not None:
                 answer = Answer(step.generation.tokens, step.generation.finish_reason)
-                answers.add(group[step.prompt_index], answer)
+                answers.add(group[step.request], answer)
 
 
 @dataclass(frozen=True)

@@ -32,7 +32,7 @@ from spectrain.cli import interruptible, open_target
 from spectrain.config import plain
 from spectrain.config.commands import Corpus, Datastore
 from spectrain.decoding import TargetModel, fingerprint, generate, tokenizer_fingerprint
-from spectrain.decoding.loop import check_prompt
+from spectrain.decoding.engine import check_prompt
 from spectrain.errors import UserError
 from spectrain.methods.pld import PromptLookup
 from spectrain.methods.sssd import Sssd, SssdOptions

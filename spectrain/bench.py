@@ -39,7 +39,7 @@ from spectrain.measure.cost import hardware_named
 from spectrain.measure.report import write_report
 from spectrain.measure.results import QuestionRow, nodes_of, summarise
 from spectrain.measure.tables import terminal_tables
-from spectrain.measure.traffic import step_costs, token_bytes, weight_bytes
+from spectrain.measure.traffic import step_costs, weight_bytes
 from spectrain.methods import registry
 from spectrain.methods.auto import Auto
 from spectrain.methods.folders import given_artifacts
@@ -134,7 +134,7 @@ def batch_sizes(options: Bench) -> list[int]:
 def costs_on_gpu(target: TargetModel, drafter: Drafter, rows: Sequence[QuestionRow]) -> dict[str, float | None]:
     """Compute what steps of a method read, and how near they come to the limit of the GPU."""
     hardware = hardware_named(torch.cuda.get_device_name(target.device)) or {}
-    own = weight_bytes(target), weight_bytes(drafter), token_bytes(target)
+    own = weight_bytes(target), weight_bytes(drafter), target.token_bytes
     return step_costs(rows, *own, hardware.get("bytes_per_s"))
 
 

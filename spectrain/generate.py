@@ -55,7 +55,7 @@ def main(options: Generate) -> None:
         sampling=sampling,
         seed=options.seed,
         verification=options.verification,
-        stop_strings=tuple(options.stop_strings),
+        stop=tuple(options.stop_strings),
     )
     console, pieces = (
         Console(highlight=False, soft_wrap=True, quiet=not target.leads),

@@ -21,7 +21,7 @@ from spectrain.measure.baselines import BASELINES
 from spectrain.measure.benchmark import Benchmark
 from spectrain.measure.questions import STDLIB_CHARACTERS, read_questions
 from spectrain.measure.results import QuestionRow
-from spectrain.measure.traffic import token_bytes, weight_bytes
+from spectrain.measure.traffic import weight_bytes
 from spectrain.methods.folders import artifact_kinds
 from spectrain.methods.pld import PromptLookup
 from spectrain.methods.registry import build_methods, method_config, method_configs, method_names
@@ -362,5 +362,5 @@ def test_costs_of_steps_are_those_of_target_and_drafter_on_the_card_at_hand(open
     row = QuestionRow("q", "any", "pld", prompt_tokens=[10], replies=[[0] * 4], **steps)
     failed = QuestionRow("r", "any", "pld", error="too long")
     found = bench.costs_on_gpu(opened, PromptLookup(), [row, failed])
-    assert found["bytes_per_step"] == weight_bytes(opened) + 12 * token_bytes(opened)
+    assert found["bytes_per_step"] == weight_bytes(opened) + 12 * opened.token_bytes
     assert found["bandwidth_share"] == pytest.approx(found["bytes_per_step"] * 3 / 0.1 / 3.35e12)

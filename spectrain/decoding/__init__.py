@@ -2,11 +2,13 @@
 
 from spectrain.decoding.context import Context
 from spectrain.decoding.drafter import Drafter
+from spectrain.decoding.engine import Engine, Request, generate, stream
 from spectrain.decoding.fingerprint import fingerprint, tokenizer_fingerprint
 from spectrain.decoding.generation import Generation
 from spectrain.decoding.kv_cache import KVCache
 from spectrain.decoding.loading import load_target
-from spectrain.decoding.loop import generate, stream
+from spectrain.decoding.loop import Emitted
+from spectrain.decoding.prefixes import Prefixes
 from spectrain.decoding.sampling import Sampling
 from spectrain.decoding.target import TargetModel, TargetOutput
 from spectrain.decoding.transfer import to_device
@@ -17,8 +19,12 @@ __all__ = [
     "Context",
     "DraftTree",
     "Drafter",
+    "Emitted",
+    "Engine",
     "Generation",
     "KVCache",
+    "Prefixes",
+    "Request",
     "Sampling",
     "Source",
     "TargetModel",

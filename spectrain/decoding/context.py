@@ -127,18 +127,18 @@ class Context:
     def append(
         self,
         prompts: Sequence[Sequence[int]],
-        room: int,
+        room: Sequence[int],
         generators: Sequence[torch.Generator],
         samplings: Sequence[Sampling] | None = None,
     ) -> None:
-        """Add rows at the end, not rooted yet: `room` counts their first token too. The loop roots them at once.
+        """Add rows at the end, not rooted yet: `room` of each counts its first token. The loop roots them at once.
 
         samplings: of each new row; None: the first that the context was given.
         """
         self._samplings += samplings or [self._default] * len(prompts)
         self._sampling = sampling_of(self._samplings)
         self.n_tokens += [0] * len(prompts)
-        self.room += [room + len(prompt) for prompt in prompts]  # `_extend` takes the prompt off
+        self.room += [own + len(prompt) for own, prompt in zip(room, prompts, strict=True)]  # `_extend` takes it off
         self.uniforms.append(generators, [len(prompt) for prompt in prompts])
         self._extend(prompts, range(self.n_rows - len(prompts), self.n_rows))
 

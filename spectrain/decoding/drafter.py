@@ -16,7 +16,7 @@ from torch import Tensor
 from spectrain.decoding.context import Context
 from spectrain.decoding.generation import Choice
 from spectrain.decoding.kv_cache import KVCache
-from spectrain.decoding.loop import Emitted, stream
+from spectrain.decoding.loop import Emitted
 from spectrain.decoding.sampling import Sampling
 from spectrain.decoding.target import TargetModel, TargetOutput
 from spectrain.decoding.text import Pieces, Prompt, Reply, prompt_ids
@@ -171,5 +171,7 @@ class Drafter(ABC):
         if target is None or target.tokenizer is None:
             raise UserError("this method has no target with a tokenizer; make it by load_method(name, load_target())")
         ids, drawing = prompt_ids(target.tokenizer, prompt), Sampling.from_options(sampling)
-        options = {"seed": seed, "stop_strings": stop, "verification": verification}
+        from spectrain.decoding.engine import stream  # here: it imports drafters
+
+        options = {"seed": seed, "stop": stop, "verification": verification}
         return stream(target, self, [ids], max_new_tokens, drawing, **options)

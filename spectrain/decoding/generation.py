@@ -43,7 +43,7 @@ class Generation:
     """
 
     tokens: list[int] = field(default_factory=list)  # without the prompt; ends with the EOS where one was drawn
-    finish_reason: str = ""  # "eos", "stop" or "length"
+    finish_reason: str = ""  # "eos", "stop", "length" or "cancelled"
     target_forwards: int = 0  # after prefill
     accepted: list[int] = field(default_factory=list)  # per step, drafted tokens emitted, without those cut at the end
     drafted: list[int] = field(default_factory=list)  # per step, nodes drafted: no root, no probe
@@ -52,6 +52,7 @@ class Generation:
     retrieval_hits: int = 0  # steps that drafted a node of a source in LOOKED_UP
     sources: list[int] = field(default_factory=list)  # Source of each token
     choices: list[Choices] = field(default_factory=list)  # where the drafter chooses among methods
+    cached_tokens: int = 0  # of the prompt, which were not read because an earlier text began alike
     elapsed_s: float = 0.0
     prefill_s: float = 0.0
     time_s: dict[str, float] = field(default_factory=lambda: dict.fromkeys(STAGES, 0.0))

@@ -10,8 +10,10 @@ learns them when the step has been read back, by `extend`.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
+import numpy as np
 import torch
 from torch import Tensor
 from transformers import Cache
@@ -19,6 +21,8 @@ from transformers import Cache
 from spectrain import kernels
 from spectrain.decoding.transfer import to_device, without
 from spectrain.kernels import Programs, unique
+
+States = list[tuple[Tensor, Tensor]]  # keys and values of a text, by block, [H, T, D_head]
 
 
 class KVCache(Cache):
@@ -101,12 +105,12 @@ class KVCache(Cache):
         """Make the buffers of one more block. Zeros: a masked slot has weight 0, but 0 * NaN of empty memory is NaN."""
         shape, place = (self.max_rows, n_heads, self.capacity, size), len(self.keys)
         if place == 0 and self.n_layer:
-            self._whole = torch.zeros(2, self.n_layer, *shape, dtype=dtype, device=device)
+            self._whole = _zeros((2, self.n_layer, *shape), dtype, device)
         if self._whole is not None and self._whole.shape[2:] != shape:  # blocks differ
             self.keys, self.values = ([one.clone() for one in buffers] for buffers in (self.keys, self.values))
             self._whole = None
         for half, buffers in enumerate((self.keys, self.values)):
-            own = torch.zeros(shape, dtype=dtype, device=device) if self._whole is None else self._whole[half, place]
+            own = _zeros(shape, dtype, device) if self._whole is None else self._whole[half, place]
             buffers.append(own)
 
     def place(self, slots: Tensor, used: int) -> None:
@@ -194,6 +198,17 @@ class KVCache(Cache):
         if self._lengths is not None:
             self._lengths = without(self._lengths, row)
 
+    def states_of(self, row: int, n_tokens: int) -> States:
+        """Copy keys and values of the first tokens of a row, two tensors [H, n_tokens, D_head] for each block."""
+        rows = zip(self.keys, self.values, strict=True)
+        return [(keys[row, :, :n_tokens].clone(), values[row, :, :n_tokens].clone()) for keys, values in rows]
+
+    def restore(self, row: int, states: States, n_tokens: int) -> None:
+        """Write the first tokens of `states_of` to a row, which has not joined yet."""
+        self.begin(range(row, row + 1), [0], n_tokens)
+        for layer_idx, pair in enumerate(states):
+            self.update(*(one[None, :, :n_tokens] for one in pair), layer_idx)
+
     def truncate(self, lengths: Sequence[int], on_device: Tensor | None = None) -> None:
         """Forget each row's tokens past lengths[b], for example rejected drafts; `on_device` [n] int64 is the same."""
         assert all(new <= old for new, old in zip(lengths, self.lengths, strict=True)), (lengths, self.lengths)
@@ -217,3 +232,10 @@ class KVCache(Cache):
     def hold(self, lengths: Sequence[int]) -> None:
         """Say how many tokens of each row the cache holds: those that were filled, or written by a graph."""
         self.lengths, self._lengths = list(lengths), None
+
+
+def _zeros(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Return zeros. On a CPU slots take no memory before they are written."""
+    if device.type != "cpu":
+        return torch.zeros(shape, dtype=dtype, device=device)
+    return torch.from_numpy(np.zeros(math.prod(shape) * dtype.itemsize, np.uint8)).view(dtype).view(shape)

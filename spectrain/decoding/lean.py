@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from functools import partial
 from types import ModuleType
 
@@ -297,6 +297,12 @@ class LeanEngine:
         logits = lm_head(final if kept is None else kept(final))
         return logits, inputs, final if keeps_final or kept else None
 
+    @property
+    def reads_prompts(self) -> bool:
+        """Whether programs read prompts faster than torch does: they spend less time beside their products."""
+        self._renew()
+        return self._fuses and outruns_torch() and not torch.is_grad_enabled()
+
     def read_prompts(
         self,
         tokens: Tensor,
@@ -305,15 +311,12 @@ class LeanEngine:
         rows: range,
         capture_layers: Sequence[int],
         read: Tensor,
-    ) -> tuple[Tensor, Tensor | None] | None:
-        """Read prompts one by one, in programs of a few tokens each; None where torch reads them faster.
+        parts: Sequence[tuple[int, int]],
+    ) -> Generator[None, None, tuple[Tensor, Tensor | None]]:
+        """Read the parts of prompts one by one, in programs of a few tokens each.
 
-        Programs spend less time beside their products than torch does, and these are faster where `outruns_torch`. For
-        arguments and what is returned, logits and captured states, see `TargetModel.prefill`.
+        For arguments and what is returned, logits and captured states, see `TargetModel.reading`.
         """
-        self._renew()
-        if not (self._fuses and outruns_torch()) or torch.is_grad_enabled():
-            return None
         assert min(lengths) > 0, lengths
         shape, last = self._decoder.shape, []
         cache.begin(rows, [0] * len(rows), -(-max(lengths) // PIECE_STEP) * PIECE_STEP)
@@ -323,7 +326,7 @@ class LeanEngine:
         captured = torch.zeros(states_shape, dtype=torch.float32, device="cpu") if capture_layers else None
         for place, (text, length) in enumerate(zip(tokens, lengths, strict=True)):
             wanted = read[place]
-            for start in range(0, length, MOST_TOKENS):
+            for start in (start for first, end in parts for start in range(first, min(end, length), MOST_TOKENS)):
                 stop = min(start + MOST_TOKENS, length)
                 n = -(-(stop - start) // PIECE_STEP) * PIECE_STEP
                 piece = F.pad(text[start:stop], (0, start + n - stop))
@@ -334,6 +337,8 @@ class LeanEngine:
                 if states is not None:
                     inside = (wanted >= start) & (wanted < stop)
                     captured[place, inside] = states[0, wanted[inside] - start]
+                if stop < length:
+                    yield
             last.append(final[0, length - 1 - start].clone())
         return self._decoder.lm_head(torch.stack(last))[:, None], captured
 

@@ -1,14 +1,12 @@
-"""The decoding loop of every method: propose a tree, one target forward, verify, commit.
+"""The steps of a batch: propose a tree, one target forward, verify, commit.
 
-    generations = generate(load_target("checkpoints/pystdlib-8l"), Speculative(draft), prompts, max_new_tokens=64)
-
-Batching is continuous: `batch_size` slots are kept filled from the list of prompts, and a row that ends leaves at once.
+`Engine` fills the batch with requests, `generate` and `stream` of engine.py are its simplest callers.
 """
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING
@@ -19,174 +17,53 @@ from torch import Tensor
 from spectrain.decoding.context import Context
 from spectrain.decoding.generation import Clock, Ending, Generation
 from spectrain.decoding.kv_cache import KVCache
-from spectrain.decoding.memory import is_out_of_memory, out_of_memory_advice
-from spectrain.decoding.sampling import Sampling, row_generator
-from spectrain.decoding.target import TargetModel
+from spectrain.decoding.prefixes import Prefixes
+from spectrain.decoding.sampling import Sampling
+from spectrain.decoding.target import TargetModel, TargetOutput
+from spectrain.decoding.transfer import to_device
 from spectrain.decoding.tree import DraftTree, Source
 from spectrain.decoding.verify import Verified, verify
-from spectrain.errors import UserError, check_whole
 
 if TYPE_CHECKING:
     from spectrain.decoding.drafter import Drafter
 
-MOST_NODES = 128  # of a step, for which the cache has room behind the text from the start
 PROBE = 1 << 16  # is added to the parents of probes
 
 
 @dataclass(frozen=True)
-class Emitted:
-    """The tokens that one row gained, by prefill or in a step."""
+class TokenLogprobs:
+    """What the target's own logits say of a token, without temperature or any other option of sampling."""
 
-    prompt_index: int
+    logprob: float
+    top: list[tuple[int, float]]  # the likeliest tokens and theirs, best first
+
+
+@dataclass(frozen=True)
+class Emitted:
+    """The tokens that one request gained, by prefill or in a step."""
+
+    request: int
     tokens: list[int]
     sources: list[int]  # Source of each
-    generation: Generation | None  # the whole continuation, where it ended with these tokens
-
-
-@torch.inference_mode()
-def generate(
-    target: TargetModel,
-    drafter: Drafter,
-    prompts: Sequence[Sequence[int]],
-    max_new_tokens: int,
-    sampling: Sampling | Sequence[Sampling] | None = None,
-    **options,
-) -> list[Generation]:
-    """Continue each prompt. Arguments and errors are those of `stream`; the generations are in the prompts' order."""
-    steps = stream(target, drafter, prompts, max_new_tokens, sampling, **options)
-    ended = {step.prompt_index: step.generation for step in steps if step.generation is not None}
-    return [ended[index] for index in range(len(prompts))]
-
-
-def stream(
-    target: TargetModel,
-    drafter: Drafter,
-    prompts: Sequence[Sequence[int]],
-    max_new_tokens: int,
-    sampling: Sampling | Sequence[Sampling] | None = None,
-    *,
-    seed: int = 0,
-    prompt_numbers: Sequence[int] | None = None,
-    batch_size: int | None = 1,
-    stop_token_ids: Sequence[int] | None = None,
-    stop_strings: Sequence[str] = (),
-    verification: str = "block",
-    cache_block_tokens: int = 256,
-) -> Iterator[Emitted]:
-    """Continue each prompt, and yield its tokens as they are accepted.
-
-    The text follows the target's own distribution, whatever the drafter guesses.
-
-    Args:
-        target: the model whose text this is.
-        drafter: the method.
-        prompts: token ids.
-        max_new_tokens: maximum length of a continuation.
-        sampling: one for all prompts, or one for each, of which all have the same `draws`; None: greedy.
-        seed: prompt i draws from a generator seeded by (seed, i), so its sample is the same in any batch, unless how
-            many tokens are drawn from a draft model depends on the batch (max_nodes=auto). With `draws=shared` it is
-            the same with any drafter.
-        prompt_numbers: the numbers i; None: 0, 1, ...
-        batch_size: rows decoded together; None: all prompts.
-        stop_token_ids: tokens that end a text; None: the target's EOS ids, (): none.
-        stop_strings: a text ends with the token that completes one of them; needs the target's tokenizer.
-        verification: "block" or "token": how drafts that were drawn from a q are verified; see `verify`.
-        cache_block_tokens: the slots of a row in the caches are a multiple of this.
-
-    Yields:
-        For each row after each step, the tokens that it gained.
-
-    Raises:
-        UserError: a prompt is empty, too long for the target, or holds tokens outside its vocabulary; or the batch
-            does not fit in memory.
-    """
-    check_whole("max_new_tokens", max_new_tokens, 1)
-    batch_size = max(1, len(prompts)) if batch_size is None else batch_size
-    check_whole("batch_size", batch_size, 1)
-    if stop_strings and target.tokenizer is None:
-        raise UserError("stop_strings need the target's tokenizer; load the target with one, or use stop_token_ids")
-    for index, prompt in enumerate(prompts):
-        check_prompt(target, prompt, max_new_tokens, f"prompt {index}")
-    if not prompts:
-        return
-    samplings = [one.drawn_by(drafter) for one in _samplings(sampling, len(prompts))]
-    n_slots = min(batch_size, len(prompts))
-    stop_ids = frozenset(target.eos_ids if stop_token_ids is None else stop_token_ids)
-    ending = Ending(frozenset(target.eos_ids), stop_ids, tuple(stop_strings), target.tokenizer)
-    # The steps of a batch in which one row draws take as long as if all did.
-    drafter.prepare(target, next((one for one in samplings if not one.greedy), samplings[0]), n_slots)
-    target = target.with_capture(drafter.capture_layers)
-    longest = max(map(len, prompts)) + max_new_tokens
-    cache = target.new_cache(n_slots, cache_block_tokens, longest + MOST_NODES)
-    known_stops = [token for token in stop_ids if 0 <= token < target.vocab_size]
-    context = Context(samplings, target.device, n_slots, known_stops)
-    batch = Batch(target, drafter, cache, context, ending, verification, Clock(target.device))
-    generators = [row_generator(seed, number) for number in prompt_numbers or range(len(prompts))]
-    waiting = 0
-    try:
-        if target.graphs is not None and len(set(samplings)) == 1:  # else nothing but forwards is recorded
-            from spectrain.decoding.rehearsal import rehearse  # here: it imports drafters, which import this module
-
-            def batch_of(drafter: Drafter, context: Context) -> Batch:
-                never = Ending(frozenset(), frozenset(), (), None)
-                return Batch(target, drafter, cache, context, never, verification, Clock(target.device))
-
-            rehearse(target, drafter, cache, samplings[0], known_stops, batch_of)
-        with torch.inference_mode():
-            drafter.start(target, cache)
-        batch.clock = Clock(target.device)  # which does not count what is prepared once
-        while waiting < len(prompts) or batch.rows:
-            first, waiting = waiting, min(waiting + n_slots - len(batch.rows), len(prompts))
-            if waiting > first:
-                new = slice(first, waiting)
-                yield from batch.join(first, prompts[new], generators[new], samplings[new], max_new_tokens)
-            else:
-                yield from batch.step()
-    except (RuntimeError, MemoryError) as error:
-        if not is_out_of_memory(error):
-            raise
-        target.drop_caches()
-        raise UserError(out_of_memory_advice(target.device, n_slots, longest)) from error
-    finally:
-        target.keep_cache(cache)
-
-
-def _samplings(sampling: Sampling | Sequence[Sampling] | None, n_prompts: int) -> list[Sampling]:
-    """Return the sampling of each prompt."""
-    if sampling is None or isinstance(sampling, Sampling):
-        return [sampling or Sampling()] * n_prompts
-    if len(sampling) != n_prompts:
-        raise UserError(f"{len(sampling)} samplings were given for {n_prompts} prompts; give one for each, or one")
-    if len({one.draws for one in sampling}) > 1:
-        raise UserError("the prompts of a batch differ in sampling.draws; give all of them the same")
-    return list(sampling)
-
-
-def check_prompt(target: TargetModel, prompt: Sequence[int], max_new_tokens: int, name: str = "the prompt") -> None:
-    """Raise UserError unless the target can continue these token ids by max_new_tokens."""
-    if not len(prompt):
-        raise UserError(f"{name} is empty; give at least one token")
-    wrong = [token for token in (min(prompt), max(prompt)) if not 0 <= token < target.vocab_size]
-    if wrong:
-        raise UserError(
-            f"{name} holds token id {wrong[0]}, but the target's vocabulary has {target.vocab_size}; "
-            "tokenize it with the target's tokenizer"
-        )
-    if len(prompt) + max_new_tokens > target.max_positions:
-        raise UserError(
-            f"{name} has {len(prompt)} tokens and max_new_tokens={max_new_tokens}, but the target's context holds "
-            f"{target.limit}; shorten the prompt or lower max_new_tokens"
-        )
+    generation: Generation | None = None  # the whole continuation, where it ended with these tokens
+    error: str | None = None  # why it failed, in one sentence; then there is no generation
+    logprobs: list[TokenLogprobs] | None = None  # of each token, where they were asked for
 
 
 @dataclass
-class _Row:
-    """A prompt that is being continued."""
+class Row:
+    """A prompt that is continued, or waits for it."""
 
-    prompt_index: int
-    joined_s: float
-    shares_at_start: dict[str, float]
-    generation: Generation
+    request: int
+    prompt: Sequence[int]
+    max_new_tokens: int
+    sampling: Sampling
+    generator: torch.Generator
+    ending: Ending
+    n_logprobs: int | None = None  # likeliest tokens whose log p are told beside those of its own; None: none are told
+    joined_s: float = 0.0
+    shares_at_start: dict[str, float] = field(default_factory=dict)
+    generation: Generation = field(default_factory=Generation)
 
 
 @dataclass(eq=False)
@@ -197,29 +74,24 @@ class Batch:
     drafter: Drafter
     cache: KVCache
     context: Context
-    ending: Ending
     verification: str
     clock: Clock
-    rows: list[_Row] = field(default_factory=list)
+    prefixes: Prefixes | None = None  # where the texts of rows that leave are kept
+    rows: list[Row] = field(default_factory=list)
 
     @torch.inference_mode()
-    def join(
-        self,
-        first_index: int,
-        prompts: Sequence[Sequence[int]],
-        generators: Sequence[torch.Generator],
-        samplings: Sequence[Sampling],
-        max_new_tokens: int,
-    ) -> list[Emitted]:
-        """Read prompts into new rows at the end and draw their first tokens."""
-        self.clock.settle()
-        joined_s = self.clock.now
-        context, lengths = self.context, [len(prompt) for prompt in prompts]
-        new = range(len(self.rows), len(self.rows) + len(prompts))
-        context.append(prompts, max_new_tokens, generators, samplings)
-        tokens = context.tokens[new.start :, : max(lengths)].to(context.device)
-        read = self.drafter.read_of_prompts(torch.tensor(lengths, device=context.device))
-        output = self.target.prefill(tokens, lengths, self.cache, new, read)
+    def join(self, rows: Sequence[Row], output: TargetOutput, read_s: float) -> list[Emitted]:
+        """Add rows at the end, whose prompts the target has read into the cache, and draw their first tokens.
+
+        Args:
+            rows: that join.
+            output: of the target's `reading`.
+            read_s: seconds that it took.
+        """
+        context, began_s = self.context, self.clock.now - read_s
+        new = range(len(self.rows), len(self.rows) + len(rows))
+        generators, samplings = [row.generator for row in rows], [row.sampling for row in rows]
+        context.append([row.prompt for row in rows], [row.max_new_tokens for row in rows], generators, samplings)
         last_logits = output.logits[:, 0]
         roots = context.draw_roots(new, last_logits)
         context.root(new, roots, last_logits)
@@ -227,10 +99,13 @@ class Batch:
 
         self.clock.lap(None)
         self.clock.settle()
-        share_s = (self.clock.now - joined_s) / len(prompts)
-        for index in range(first_index, first_index + len(prompts)):
-            self.rows.append(_Row(index, joined_s, dict(self.clock.shares), Generation(prefill_s=share_s)))
-        return self._emit(new, [[token] for token in roots.tolist()], [[int(Source.ROOT)]] * len(prompts))
+        for row in rows:
+            row.joined_s, row.shares_at_start = began_s, dict(self.clock.shares)
+            row.generation.prefill_s = (self.clock.now - began_s) / len(rows)
+        self.rows += rows
+        first = torch.zeros(len(rows), 1, dtype=torch.int64, device=context.device)
+        sources = [[int(Source.ROOT)]] * len(rows)
+        return self._emit(new, [[token] for token in roots.tolist()], sources, output.logits, first)
 
     @torch.inference_mode()
     def step(self) -> list[Emitted]:
@@ -260,28 +135,52 @@ class Batch:
             row.generation.count_drafted(by_source, by_depth)
             if self.drafter.choice is not None:
                 row.generation.count_choice(self.drafter.choice)
-        return self._emit(range(n_rows), step.emitted, step.sources)
+        return self._emit(range(n_rows), step.emitted, step.sources, output.logits, verified.path)
 
-    def _emit(self, rows: range, emitted: list[list[int]], sources: list[list[int]]) -> list[Emitted]:
-        """Give each row its new tokens, cut where its text ends, and remove the rows that ended."""
+    @torch.inference_mode()
+    def drop(self, index: int) -> Emitted:
+        """Remove a row whose text nobody wants any more."""
+        row = self.rows[index]
+        row.generation.finish_reason = "cancelled"
+        self._leave([index])
+        return Emitted(row.request, [], [], row.generation)
+
+    def _emit(
+        self, rows: range, emitted: list[list[int]], sources: list[list[int]], logits: Tensor, path: Tensor
+    ) -> list[Emitted]:
+        """Give each row its new tokens, cut where its text ends, and remove the rows that ended.
+
+        logits [R, N, V] and accepted paths [R, A] are those that the tokens were drawn from, row rows[r] at r.
+        """
         gained, ended = [], []
         for index, tokens, origins in zip(rows, emitted, sources, strict=True):
             row = self.rows[index]
             found = row.generation
             room = self.context.room[index] + len(tokens)  # before these tokens
-            kept, reason = self.ending.cut(found.tokens, tokens[:room])
+            kept, reason = row.ending.cut(found.tokens, tokens[:room])
             if reason is None and len(kept) >= room:
                 reason = "length"
             if found.tokens:  # the first token is prefill's
                 found.accepted.append(min(len(kept), len(tokens) - 1))
             found.tokens += kept
             found.sources += origins[: len(kept)]
-            gained.append(Emitted(row.prompt_index, kept, origins[: len(kept)], found if reason else None))
+            place, told = index - rows.start, None
+            if row.n_logprobs is not None:
+                told = _logprobs(logits[place, path[place, : len(kept)]], kept, row.n_logprobs)
+            gained.append(Emitted(row.request, kept, origins[: len(kept)], found if reason else None, logprobs=told))
             if reason is not None:
                 found.finish_reason = reason
                 ended.append(index)
-        n_rows, left = len(self.rows), [self.rows[index] for index in ended]
-        for index in reversed(ended):
+        self._leave(ended)
+        return gained
+
+    def _leave(self, indices: Sequence[int]) -> None:
+        """Remove rows, given in order, and settle what they cost."""
+        n_rows, left = len(self.rows), [self.rows[index] for index in indices]
+        for index in reversed(indices):
+            if self.prefixes is not None:
+                text = self.context.tokens[index].numpy()[: self.cache.lengths[index]]
+                self.prefixes.add(text, self.cache, index)
             for part in (self.cache, self.context, self.drafter):
                 part.free(index)
             self.rows[index] = self.rows[-1]
@@ -294,7 +193,14 @@ class Batch:
             row.generation.elapsed_s = self.clock.now - row.joined_s
             shares = self.clock.shares.items()
             row.generation.time_s = {stage: share - row.shares_at_start[stage] for stage, share in shares}
-        return gained
+
+
+def _logprobs(logits: Tensor, tokens: Sequence[int], n_top: int) -> list[TokenLogprobs]:
+    """Return what logits [K, V] say of the tokens that were drawn from them."""
+    log_p = logits.float().log_softmax(-1)
+    own = log_p.gather(1, to_device(torch.tensor(tokens), log_p.device)[:, None])[:, 0].tolist()
+    values, ids = (one.tolist() for one in log_p.topk(min(n_top, log_p.shape[1])))
+    return [TokenLogprobs(*one) for one in zip(own, map(list, map(zip, ids, values)), strict=True)]
 
 
 @dataclass(frozen=True)

@@ -93,11 +93,10 @@ class TransformersEngine:
         is_mixed = self._window is not None and self._has_types
         return {"full_attention": mask, "sliding_attention": near} if is_mixed else near
 
+    reads_prompts = False  # `run` does
+
     def forward_of(self, *_: object) -> None:
         """No model runs as a program here; see `LeanEngine.forward_of`."""
-
-    def read_prompts(self, *_: object) -> None:
-        """Prompts are read by `run`."""
 
     def logits_of(self, hidden: Tensor) -> Tensor:
         """Return the logits [..., V] of final hidden states [..., D], as a forward computes them.

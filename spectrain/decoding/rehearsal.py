@@ -7,7 +7,6 @@ import sys
 import time
 import weakref
 from collections.abc import Callable, Collection
-from typing import TYPE_CHECKING
 
 import torch
 from rich.console import Console
@@ -16,15 +15,14 @@ from torch import Tensor
 
 from spectrain.decoding.context import Context
 from spectrain.decoding.drafter import Drafter
+from spectrain.decoding.generation import Ending
 from spectrain.decoding.kv_cache import KVCache
+from spectrain.decoding.loop import Batch, Row
 from spectrain.decoding.sampling import Sampling, row_generator
 from spectrain.decoding.target import TargetModel, TargetOutput
 from spectrain.decoding.tree import DraftTree, Source
 from spectrain.decoding.verify import Verified
 from spectrain.kernels import ROWS
-
-if TYPE_CHECKING:
-    from spectrain.decoding.loop import Batch
 
 log = logging.getLogger(__name__)
 
@@ -52,14 +50,18 @@ def rehearse(
     room = min(cache.capacity, drafter.max_positions - 2 * PROMPT, target.max_positions - 2 * PROMPT)
     quiet = not sys.stderr.isatty()
     for size in track(sizes, "recording steps", console=Console(stderr=True), transient=True, disable=quiet):
-        samplings, generators = [sampling] * size, [row_generator(0, row) for row in range(size)]
-        prompts = [[1 % target.vocab_size] * PROMPT] * size
+        prompt, never = [1 % target.vocab_size] * PROMPT, Ending(frozenset(), frozenset(), (), None)
         with torch.inference_mode():
             drafter.start(target, cache)
         for way in drafter.rehearsals():
             context = Context(sampling, target.device, size, stop_ids)
             batch = batch_of(_Rehearsal(drafter, way), context)
-            batch.join(0, prompts, generators, samplings, room)
+            rows = [Row(number, prompt, room, sampling, row_generator(0, number), never) for number in range(size)]
+            with torch.inference_mode():
+                lengths = torch.tensor([PROMPT] * size, device=target.device)
+                tokens, read = torch.tensor([prompt] * size).to(target.device), drafter.read_of_prompts(lengths)
+                output = target.prefill(tokens, [PROMPT] * size, cache, range(size), read)
+            batch.join(rows, output, 0.0)
             for _ in range(CALLS):
                 batch.step()
             with torch.inference_mode():

@@ -7,7 +7,7 @@ runs on its own modules (`modules.py`): it takes a complete 4-D mask, explicit p
 from __future__ import annotations
 
 import copy
-from collections.abc import Sequence
+from collections.abc import Generator, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache, partial
 from typing import TypeVar
@@ -43,6 +43,7 @@ COMPILE = ("auto", "triton", "none")
 KEPT_BYTES = 1 << 26  # of a cache on a CPU that waits for the next generation
 KEPT_CACHES = 4  # on a GPU, of generations of other numbers of rows, and of drafts
 KEPT_PROGRAMS = 64  # that such a cache has; trees and drafts have any of some twenty sizes, prompts eight
+NEAR = 16  # tokens between two parts of a prompt, which are read with them rather than the parts alone
 T = TypeVar("T")
 FINAL = -1  # among captured layers: the final states, the inputs of the unembedding
 
@@ -192,6 +193,14 @@ class TargetModel:
     def vocab_size(self) -> int:
         return self.config.get_text_config().vocab_size
 
+    @property
+    def token_bytes(self) -> int:
+        """Bytes of keys and values that a token has in the cache."""
+        config = self.config.get_text_config()
+        n_kv_head = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
+        head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+        return 2 * self.n_layer * n_kv_head * head_dim * self.dtype.itemsize
+
     @cached_property  # each step asks, and transformers takes its time to answer
     def max_positions(self) -> int:
         """Tokens of the longest sequence; a very large number for models without a limit."""
@@ -317,17 +326,46 @@ class TargetModel:
         Returns logits [R, 1, V] of each prompt's last token ([R, T, V] is never formed) and captured [R, P, C, D],
         whose entries past a row's length, and for positions of -1, are meaningless.
         """
+        pieces = self.reading(tokens, lengths, cache, rows, read)
+        while True:
+            try:
+                next(pieces)
+            except StopIteration as stop:
+                return stop.value
+
+    def reading(
+        self,
+        tokens: Tensor,
+        lengths: Sequence[int],
+        cache: KVCache,
+        rows: range,
+        read: Tensor | None = None,
+        known: int = 0,
+        chunk: int | None = None,
+    ) -> Generator[None, None, TargetOutput]:
+        """Read prompts piece by piece, as `prefill` does, and return what it returns.
+
+        Args:
+            tokens, lengths, cache, rows, read: of `prefill`.
+            known: tokens of the only prompt that the cache's row holds already. Of them those are read once more whose
+                captured states are wanted.
+            chunk: most tokens of a piece; None: `prefill_chunk`.
+        """
         assert rows.start == cache.n_rows, (rows, cache.n_rows)
+        assert not known or len(rows) == 1, (known, rows)
         n_rows, n_tokens = tokens.shape
         positions = torch.arange(n_tokens, device=tokens.device).expand(n_rows, -1)
         read = positions if read is None else read
-        if (found := self._engine.read_prompts(tokens, lengths, cache, rows, self.capture_layers, read)) is not None:
+        wanted = read if known and self.capture_layers else None
+        parts = [(0, n_tokens)] if not known else unread_parts(wanted, known, n_tokens)
+        if self._engine.reads_prompts:
+            found = yield from self._engine.read_prompts(tokens, lengths, cache, rows, self.capture_layers, read, parts)
             cache.join(lengths)
             return TargetOutput(*found, read)
         last = torch.tensor(lengths, device=tokens.device) - 1
         logits, captured = None, None
-        for start in range(0, n_tokens, self.prefill_chunk):
-            stop = min(start + self.prefill_chunk, n_tokens)
+        size = min(chunk or self.prefill_chunk, self.prefill_chunk)
+        for start, stop in _pieces(parts, size):
             cache.begin(rows, [start] * n_rows, stop - start)
             piece, states, _ = self._engine.run(
                 tokens[:, start:stop],
@@ -343,6 +381,8 @@ class TargetModel:
                 found = torch.stack([_at_positions(read - start, one) for one in states], dim=2)
                 inside = ((read >= start) & (read < stop))[:, :, None, None]
                 captured = found if captured is None else torch.where(inside, found, captured)
+            if stop < n_tokens:
+                yield
         cache.join(lengths)
         return TargetOutput(logits, captured, read)
 
@@ -483,6 +523,24 @@ class TargetModel:
         if caches and self.graphs is not None:
             self.graphs.forget(*(cache.storage for cache in caches))
         self._kept[:] = [kept for kept in self._kept if kept not in caches]
+
+
+def unread_parts(wanted: Tensor | None, known: int, n_tokens: int) -> list[tuple[int, int]]:
+    """Return the parts of a prompt of n tokens that have to be read though the first `known` ones have been.
+
+    `wanted` [1, P] int64 are positions whose states are needed, -1 for none; None: no states are.
+    """
+    parts: list[tuple[int, int]] = []
+    again = [] if wanted is None else sorted(place for place in wanted[0].tolist() if 0 <= place < known)
+    for start, stop in (*((place, place + 1) for place in again), (known, n_tokens)):
+        near = parts and start <= parts[-1][1] + NEAR
+        parts[-1:] = [(parts[-1][0], stop)] if near else [*parts[-1:], (start, stop)]
+    return parts
+
+
+def _pieces(parts: Sequence[tuple[int, int]], size: int) -> Iterator[tuple[int, int]]:
+    """Divide parts into pieces of at most so many tokens."""
+    return ((start, min(start + size, stop)) for first, stop in parts for start in range(first, stop, size))
 
 
 @lru_cache(maxsize=64)

@@ -20,7 +20,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TimeElapsedColumn, TimeRemainingColumn
 
 from spectrain.decoding import Generation, TargetModel
-from spectrain.decoding.loop import check_prompt
+from spectrain.decoding.engine import check_prompt
 from spectrain.errors import UserError
 from spectrain.kernels import Graphs, n_compiled
 from spectrain.measure.results import QuestionRow, failed_row, question_row

@@ -80,11 +80,3 @@ def weight_bytes(model: TargetModel | Drafter | SpireDrafter) -> int:
     own = (chain(vars(one).values(), one._parameters.values(), one._buffers.values()) for one in model.modules())
     weights = {one.data_ptr(): one.nbytes for one in chain.from_iterable(own) if isinstance(one, Tensor)}
     return unembedding.nbytes + sum(n_bytes for place, n_bytes in weights.items() if place not in apart)
-
-
-def token_bytes(target: TargetModel) -> int:
-    """Return the bytes of keys and values that a token has in the cache."""
-    config = target.config.get_text_config()
-    n_kv_head = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
-    head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    return 2 * target.n_layer * n_kv_head * head_dim * target.dtype.itemsize

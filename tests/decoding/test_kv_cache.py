@@ -3,7 +3,7 @@
 import torch
 
 from spectrain.decoding import DraftTree, KVCache, TargetModel, generate
-from spectrain.decoding.loop import MOST_NODES
+from spectrain.decoding.engine import MOST_NODES
 from spectrain.methods.speculative import Speculative
 from tests.conftest import random_prompts
 from tests.decoding.reference import cached_states, random_parents, tree_of

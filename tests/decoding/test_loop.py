@@ -279,9 +279,7 @@ def test_stop_string_ends_the_text_with_the_token_that_completes_it(llama):
     target, prompt, text = llama
     target = TargetModel(target.model, word_tokenizer())
     stop = f"w{text[2]} w{text[3]}"  # spans two tokens of one accepted block
-    (generation,) = generate(
-        target, oracle(prompt, text, 6), [prompt], 20, stop_token_ids=(), stop_strings=["absent", stop]
-    )
+    (generation,) = generate(target, oracle(prompt, text, 6), [prompt], 20, stop_token_ids=(), stop=["absent", stop])
     assert generation.tokens == text[:4]
     assert generation.finish_reason == "stop"
 
@@ -294,7 +292,7 @@ def test_stop_string_ends_the_text_with_the_token_that_completes_it(llama):
         ({"prompts": [[4, 61]]}, "token id 61, but the target's vocabulary has 61"),
         ({"max_new_tokens": 0}, "max_new_tokens=0"),
         ({"batch_size": 0}, "batch_size=0"),
-        ({"stop_strings": ["x"]}, "tokenizer"),
+        ({"stop": ["x"]}, "tokenizer"),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )
@@ -318,9 +316,9 @@ def test_a_stream_gives_each_generation_with_its_last_tokens(llama):
     target, prompts, sampling = llama[0], random_prompts(LENGTHS), Sampling(temperature=1.0)
     finished = {}
     for number, step in enumerate(stream(target, Autoregressive(), prompts, 9, sampling, batch_size=2)):
-        assert step.prompt_index not in finished
+        assert step.request not in finished
         if step.generation is not None:
-            finished[step.prompt_index] = (step.generation.tokens, number)
+            finished[step.request] = (step.generation.tokens, number)
     generations = generate(target, Autoregressive(), prompts, 9, sampling, batch_size=2)
     assert [finished[i][0] for i in range(len(LENGTHS))] == [generation.tokens for generation in generations]
     assert len({when for _, when in finished.values()}) > 1

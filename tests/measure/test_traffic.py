@@ -10,7 +10,7 @@ from spectrain.decoding import TargetModel
 from spectrain.decoding.weights import Int8Linear
 from spectrain.measure.cost import hardware_named
 from spectrain.measure.results import QuestionRow
-from spectrain.measure.traffic import loop_steps, step_costs, token_bytes, weight_bytes
+from spectrain.measure.traffic import loop_steps, step_costs, weight_bytes
 from spectrain.methods.auto import Auto
 from spectrain.methods.pld import PromptLookup
 from spectrain.methods.speculative import Speculative
@@ -62,7 +62,7 @@ def test_bytes_of_models_are_those_that_a_forward_reads(tied):
     assert weight_bytes(target) == bytes_of_all + buffers - (0 if tied else table.nbytes)
     cache = target.new_cache(1, 64, 64)
     target.prefill(torch.ones(1, 3, dtype=torch.int64), [3], cache, range(1))
-    assert token_bytes(target) == cache.bytes / cache.capacity
+    assert target.token_bytes == cache.bytes / cache.capacity
     speculative = Speculative(TargetModel(tiny_model("llama", num_hidden_layers=1)), gamma=3)
     assert weight_bytes(speculative) == weight_bytes(speculative.draft_model) > 0
     in_8_bits = nn.Sequential(Int8Linear(nn.Linear(3, 5, bias=False)))

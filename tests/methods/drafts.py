@@ -10,7 +10,7 @@ from spectrain.decoding import Context, Drafter, DraftTree, Sampling, Source
 def rooted(texts: list[list[int]], room: int = 100, last_logits: torch.Tensor | None = None) -> Context:
     """A context whose rows hold these texts; the last token of each is its root."""
     context = Context(Sampling(), max_rows=len(texts))
-    context.append([text[:-1] for text in texts], room + 1, [torch.Generator() for _ in texts])
+    context.append([text[:-1] for text in texts], [room + 1] * len(texts), [torch.Generator() for _ in texts])
     logits = torch.zeros(len(texts), 8) if last_logits is None else last_logits
     context.root(range(len(texts)), torch.tensor([text[-1] for text in texts]), logits)
     return context

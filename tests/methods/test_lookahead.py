@@ -17,7 +17,7 @@ class Walk:
     def __init__(self, drafter: LookupDrafter, target, prompts: list[list[int]], roots: list[int], room: int = 50):
         self.drafter = drafter
         self.context = Context(Sampling(), "cpu", len(prompts))
-        self.context.append(prompts, room, [torch.Generator() for _ in prompts])
+        self.context.append(prompts, [room] * len(prompts), [torch.Generator() for _ in prompts])
         logits = torch.zeros(len(prompts), 1, VOCAB_SIZE)
         self.context.root(range(len(prompts)), torch.tensor(roots), logits[:, 0])
         drafter.start(target, KVCache(len(prompts)))

@@ -35,7 +35,7 @@ def drafted(target: TargetModel, method: MagicDec, prompts: list[list[int]], roo
     """One proposal behind `prompts`, whose last tokens become roots. Returns the context and the tokens [n, gamma]."""
     context, cache = Recorded(Sampling(), max_rows=len(prompts)), KVCache(len(prompts), block_tokens=8)
     texts, lengths = [prompt[:-1] for prompt in prompts], [len(prompt) - 1 for prompt in prompts]
-    context.append(texts, 99, [None] * len(prompts))
+    context.append(texts, [99] * len(texts), [None] * len(prompts))
     padded = torch.tensor([text + [0] * (max(lengths) - len(text)) for text in texts])
     method.start(target, cache)
     output = target.prefill(padded, lengths, cache, range(len(prompts)))

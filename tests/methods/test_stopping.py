@@ -30,7 +30,7 @@ class ScriptedHead(torch.nn.Module):
 
 def context_of(n_rows: int, room: int = 30, sampling: Sampling | None = None, stop_ids=()) -> Context:
     context = Context(sampling or Sampling(), max_rows=n_rows, stop_ids=stop_ids)
-    context.append([[1, 2]] * n_rows, room + 1, [row_generator(0, row) for row in range(n_rows)])
+    context.append([[1, 2]] * n_rows, [room + 1] * n_rows, [row_generator(0, row) for row in range(n_rows)])
     context.root(range(n_rows), torch.zeros(n_rows, dtype=torch.int64), torch.zeros(n_rows, V))
     return context
 

@@ -64,7 +64,7 @@ def own(target, prompts) -> list[list[int]]:
 def tree_of_our_loop(drafter, target: TargetModel, text: list[int], n_drafts: int) -> DraftTree:
     """The tree that a drafter, which has just read the text, proposes in our loop."""
     context = Context(Sampling(), "cpu", 1)
-    context.append([text[:-1]], n_drafts + 2, [torch.Generator()])
+    context.append([text[:-1]], [n_drafts + 2], [torch.Generator()])
     context.root(range(1), torch.tensor([text[-1]]), torch.zeros(1, target.vocab_size))
     drafter.start(target, None)
     drafter.prefill(context, None, range(1))

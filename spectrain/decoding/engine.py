@@ -1,0 +1,452 @@
+"""Continuous batching: requests join and leave at any time.
+
+    engine = Engine(load_target("pystdlib-8l"), drafter, batch_size=8)
+    engine.submit(Request(prompt, max_new_tokens=64))
+    while engine.has_work:
+        for emitted in engine.step(): ...
+
+`generate` and `stream` continue a list of prompts by it.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Generator, Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+import torch
+
+from spectrain.decoding.context import Context
+from spectrain.decoding.generation import Clock, Ending, Generation
+from spectrain.decoding.kv_cache import KVCache, States
+from spectrain.decoding.loop import Batch, Emitted, Row
+from spectrain.decoding.memory import is_out_of_memory, out_of_memory_advice
+from spectrain.decoding.prefixes import Prefixes
+from spectrain.decoding.sampling import Sampling, row_generator
+from spectrain.decoding.target import TargetModel, TargetOutput, unread_parts
+from spectrain.errors import UserError, check_whole
+
+if TYPE_CHECKING:
+    from spectrain.decoding.drafter import Drafter
+
+MOST_NODES = 128  # of a step, for which the cache has room behind the text from the start
+PIECE = {"cpu": 128, "cuda": 1024}  # tokens of a long prompt that are read between two steps of other rows
+CACHE_BLOCK = 256
+
+
+@dataclass(frozen=True)
+class Request:
+    """A prompt to continue, and how."""
+
+    prompt: Sequence[int]  # token ids
+    max_new_tokens: int
+    sampling: Sampling = Sampling()  # noqa: RUF009 - it is frozen
+    seed: int = 0
+    number: int = 0  # the request draws from a generator seeded by (seed, number)
+    stop: tuple[str, ...] = ()  # the text ends with the token that completes one of them
+    logprobs: int | None = None  # likeliest tokens whose log p are told beside those of its own; None: none are told
+
+
+@dataclass
+class _Reading:
+    """Prompts that are being read."""
+
+    rows: list[Row]
+    pieces: Generator[None, None, TargetOutput]
+    aside: KVCache | None  # where, if not in the cache of the batch, whose steps go on meanwhile
+    seconds: float = 0.0
+
+
+class Engine:
+    """Continues requests with one method, in steps that their caller runs, all in one thread.
+
+    Requests wait in order for a row, and for memory where that is bounded. A text follows the target's own
+    distribution, whatever is drafted and whatever else is in the batch.
+
+    Args:
+        target: the model whose text this is.
+        drafter: the method.
+        batch_size: rows decoded together.
+        memory: bytes for keys and values of running requests; None: as many as `batch_size` rows take. On a GPU
+            they are taken at the first step, on a CPU as they are written.
+        max_length: tokens of the longest text, prompt included; None: what target, method and memory allow.
+        draws: "inverse" or "shared", how all requests draw; "auto": as the method gains from it. With "shared" a
+            sample depends on target, prompt and seed alone.
+        stop_token_ids: tokens that end a text; None: the target's EOS ids, (): none.
+        verification: "block" or "token": how drafts that were drawn from a q are verified; see `verify`.
+        prefixes: where texts are looked up that begin like a prompt; None: each prompt is read whole.
+        reads_in_pieces: whether the steps of other rows go on while a long prompt is read.
+        cache_block_tokens: the slots of a row in the caches are a multiple of this.
+
+    Raises:
+        UserError: batch_size is no whole number above 0, or the memory holds no text.
+    """
+
+    def __init__(
+        self,
+        target: TargetModel,
+        drafter: Drafter,
+        batch_size: int = 1,
+        *,
+        memory: int | None = None,
+        max_length: int | None = None,
+        draws: str = "auto",
+        stop_token_ids: Sequence[int] | None = None,
+        verification: str = "block",
+        prefixes: Prefixes | None = None,
+        reads_in_pieces: bool = True,
+        cache_block_tokens: int = CACHE_BLOCK,
+    ) -> None:
+        check_whole("batch_size", batch_size, 1)
+        self.target, self.drafter, self.batch_size = target, drafter, batch_size
+        self.verification, self.prefixes, self.cache_block_tokens = verification, prefixes, cache_block_tokens
+        self.draws = drafter.draws if draws == "auto" else draws
+        self.piece = PIECE.get(target.device.type, PIECE["cuda"]) if reads_in_pieces else None
+        self.max_tokens = None if memory is None else memory // target.token_bytes  # of running requests, in all
+        most = [target.max_positions, drafter.max_positions]
+        if self.max_tokens is not None:
+            rows = 1 if target.device.type == "cpu" else batch_size  # which have slots for the longest text each
+            most.append(self.max_tokens // rows - MOST_NODES)
+        self.max_length = min([*most, *([] if max_length is None else [max_length])])
+        if self.max_length < 2:
+            raise UserError(
+                f"memory={memory / 2**30:.3g} GiB holds no text for {batch_size} rows; give more, or less batch_size"
+            )
+        eos_ids = frozenset(target.eos_ids)
+        self._ending = Ending(eos_ids, eos_ids if stop_token_ids is None else frozenset(stop_token_ids), (), None)
+        self._waiting: deque[Row] = deque()
+        self._reading: _Reading | None = None
+        self._batch: Batch | None = None
+        self._cache: KVCache | None = None
+        self._n_requests = 0
+        self._unwanted: set[int] = set()
+
+    @property
+    def n_running(self) -> int:
+        """Requests that have rows, or whose prompts are being read."""
+        n_read = 0 if self._reading is None else len(self._reading.rows)
+        return n_read + (0 if self._batch is None else len(self._batch.rows))
+
+    @property
+    def n_waiting(self) -> int:
+        return len(self._waiting)
+
+    @property
+    def has_work(self) -> bool:
+        return self.n_running > 0 or bool(self._waiting)
+
+    def submit(self, request: Request) -> int:
+        """Let a request wait for its row. Return its number, which `step` will name.
+
+        Raises:
+            UserError: the prompt is empty, too long, or holds tokens outside the target's vocabulary.
+        """
+        check_whole("max_new_tokens", request.max_new_tokens, 1)
+        check_prompt(self.target, request.prompt, request.max_new_tokens)
+        if (n_tokens := len(request.prompt) + request.max_new_tokens) > self.max_length:
+            raise UserError(
+                f"prompt and new tokens may reach {n_tokens}, but "
+                + (
+                    f"the draft model's context holds {self.max_length}; shorten the prompt, lower max_new_tokens or "
+                    "choose another drafter"
+                    if self.max_length == self.drafter.max_positions
+                    else f"there is room for {self.max_length}; shorten the prompt, lower max_new_tokens or give more "
+                    "memory"
+                )
+            )
+        if request.stop and self.target.tokenizer is None:
+            raise UserError("stop needs the target's tokenizer; load the target with one, or use stop_token_ids")
+        number, self._n_requests = self._n_requests, self._n_requests + 1
+        ending = replace(self._ending, stop_strings=tuple(request.stop), tokenizer=self.target.tokenizer)
+        sampling = replace(Sampling() if request.sampling.greedy else request.sampling, draws=self.draws)
+        generator = row_generator(request.seed, request.number)
+        row = Row(number, request.prompt, request.max_new_tokens, sampling, generator, ending, request.logprobs)
+        self._waiting.append(row)
+        return number
+
+    def cancel(self, request: int) -> None:
+        """Give a request up: the next `step` frees its row first. Nothing happens to one that has ended."""
+        self._unwanted.add(request)
+
+    def step(self, rehearses: bool = False) -> list[Emitted]:
+        """Let waiting requests join, read a piece of their prompts, and run one step of all rows.
+
+        `rehearses`: on a GPU, steps of the first request's sampling are recorded before the batch begins.
+        """
+        gained = self._dropped()
+        try:
+            if not self.n_running:
+                if not self._waiting:
+                    return gained
+                self._begin(rehearses)
+            if self._reading is None:
+                self._admit()
+            if self._reading is not None:
+                gained += self._read()
+            if self._batch.rows:
+                gained += self._batch.step()
+        except (RuntimeError, MemoryError) as error:
+            if not is_out_of_memory(error):
+                raise
+            advice = out_of_memory_advice(self.target.device, self.batch_size, self.max_length)
+            return gained + self.fail(advice)
+        return gained
+
+    def fail(self, why: str) -> list[Emitted]:
+        """End all running requests with this error. Those that wait go on."""
+        rows = [] if self._reading is None else self._reading.rows
+        rows = rows + ([] if self._batch is None else self._batch.rows)
+        self._reading = None
+        self.close()
+        self.target.drop_caches()
+        return [Emitted(row.request, [], [], error=why) for row in rows]
+
+    def close(self) -> None:
+        """Leave the cache to the next engine of the target."""
+        if self._cache is not None:
+            self.target.keep_cache(self._cache)
+        self._cache = self._batch = None
+
+    def _begin(self, rehearses: bool) -> None:
+        """Begin a batch: the method learns of it, and forgets all rows of earlier ones."""
+        # The steps of a batch in which one row draws take as long as if all did.
+        first = next((row.sampling for row in self._waiting if not row.sampling.greedy), self._waiting[0].sampling)
+        self.drafter.prepare(self.target, first, self.batch_size)
+        target = self.target.with_capture(self.drafter.capture_layers)
+        if self._cache is None:
+            self._cache = target.new_cache(self.batch_size, self.cache_block_tokens, self.max_length + MOST_NODES)
+        self._cache.clear()
+        stop_ids = [token for token in self._ending.stop_ids if 0 <= token < target.vocab_size]
+
+        def batch_of(drafter: Drafter, context: Context) -> Batch:
+            return Batch(target, drafter, self._cache, context, self.verification, Clock(target.device))
+
+        if rehearses and target.graphs is not None:
+            from spectrain.decoding.rehearsal import rehearse  # here: it imports drafters, which import this module
+
+            rehearse(target, self.drafter, self._cache, self._waiting[0].sampling, stop_ids, batch_of)
+        context = Context(Sampling(temperature=1.0, draws=self.draws), target.device, self.batch_size, stop_ids)
+        with torch.inference_mode():
+            self.drafter.start(target, self._cache)
+        self._batch = replace(batch_of(self.drafter, context), prefixes=self.prefixes)
+
+    def _admit(self) -> None:
+        """Take as many waiting requests as there are rows and memory for, and begin to read their prompts."""
+        rows: list[Row] = []
+        free, used = self.batch_size - len(self._batch.rows), sum(map(_reach, self._batch.rows))
+        n_unread, found = 0, None
+        while self._waiting and len(rows) < free and found is None:
+            row = self._waiting[0]
+            if self.max_tokens is not None and (used := used + _reach(row)) > self.max_tokens:
+                break
+            found, n_own = self._known(row)
+            is_long = self.piece is not None and n_unread + n_own > self.piece
+            if rows and (found is not None or (is_long and self._batch.rows)):
+                break
+            n_unread += n_own
+            rows.append(self._waiting.popleft())
+        if not rows:
+            return
+        states, known = found if len(rows) == 1 and found is not None else (None, 0)
+        goes_on = bool(self._batch.rows) and self.piece is not None and n_unread > self.piece
+        self._reading = self._reading_of(rows, states, known, goes_on)
+
+    def _known(self, row: Row) -> tuple[tuple[States, int] | None, int]:
+        """Return what is known already of a prompt, where that is worth it, and how many of its tokens are unread."""
+        n_tokens = len(row.prompt)
+        found = None if self.prefixes is None else self.prefixes.longest(row.prompt)
+        if found is None:
+            return None, n_tokens
+        wanted = self._wanted([n_tokens]) if self._batch.target.capture_layers else None
+        if wanted is None and self._batch.target.capture_layers:
+            return None, n_tokens  # the method reads all states
+        n_unread = sum(stop - start for start, stop in unread_parts(wanted, found[1], n_tokens))
+        return (found, n_unread) if n_unread < n_tokens else (None, n_tokens)
+
+    def _wanted(self, lengths: Sequence[int]) -> torch.Tensor | None:
+        with torch.inference_mode():
+            return self.drafter.read_of_prompts(torch.tensor(lengths, device=self.target.device))
+
+    @torch.inference_mode()
+    def _reading_of(self, rows: list[Row], states: States | None, known: int, goes_on: bool) -> _Reading:
+        target, lengths = self._batch.target, [len(row.prompt) for row in rows]
+        longest = max(lengths)
+        padded = [[*row.prompt, *[0] * (longest - len(row.prompt))] for row in rows]
+        tokens = torch.tensor(padded).to(target.device)
+        aside = KVCache(1, self.cache_block_tokens, longest + MOST_NODES) if goes_on else None
+        cache, first = (self._cache, len(self._batch.rows)) if aside is None else (aside, 0)
+        if states is not None:
+            cache.restore(first, states, known)
+            rows[0].generation.cached_tokens = known
+        read, chunk = self._wanted(lengths), self.piece if goes_on else None
+        new = range(first, first + len(rows))
+        return _Reading(rows, target.reading(tokens, lengths, cache, new, read, known, chunk), aside)
+
+    @torch.inference_mode()
+    def _read(self) -> list[Emitted]:
+        """Read one piece, or all of them where the batch has to wait. Return the first tokens of prompts that have been read."""
+        reading, batch, output = self._reading, self._batch, None
+        batch.clock.settle()
+        began_s = batch.clock.now
+        try:
+            next(reading.pieces)
+            while reading.aside is None and batch.rows:  # steps would write between the pieces
+                next(reading.pieces)
+        except StopIteration as stop:
+            output = stop.value
+        except (RuntimeError, MemoryError) as error:
+            if not is_out_of_memory(error) or not batch.rows:
+                raise
+            self._reading = None
+            self.target.drop_caches()
+            advice = out_of_memory_advice(self.target.device, len(reading.rows), max(map(_reach, reading.rows)))
+            return [Emitted(row.request, [], [], error=advice) for row in reading.rows]
+        if output is not None and reading.aside is not None:
+            n_rows, n_tokens = len(batch.rows), reading.aside.lengths[0]
+            self._cache.restore(n_rows, reading.aside.states_of(0, n_tokens), n_tokens)
+            self._cache.join([n_tokens])
+        batch.clock.lap(None)
+        batch.clock.settle()
+        reading.seconds += batch.clock.now - began_s
+        if output is None:
+            return []
+        self._reading = None
+        return batch.join(reading.rows, output, reading.seconds)
+
+    def _dropped(self) -> list[Emitted]:
+        """Free the rows of requests that were given up."""
+        unwanted, self._unwanted = self._unwanted, set()
+        if not unwanted:
+            return []
+        gone = [row for row in self._waiting if row.request in unwanted]
+        if self._reading is not None and any(row.request in unwanted for row in self._reading.rows):
+            # Those beside it are read anew: a prompt is not taken out of the middle of a forward.
+            self._waiting.extendleft(row for row in reversed(self._reading.rows))
+            gone += [row for row in self._reading.rows if row.request in unwanted]
+            self._reading.pieces.close()
+            self._reading = None
+        self._waiting = deque(row for row in self._waiting if row.request not in unwanted)
+        dropped = []
+        for row in gone:
+            row.generation.finish_reason = "cancelled"
+            dropped.append(Emitted(row.request, [], [], row.generation))
+        running = [] if self._batch is None else self._batch.rows
+        for index in reversed(range(len(running))):
+            if running[index].request in unwanted:
+                dropped.append(self._batch.drop(index))
+        return dropped
+
+
+def _reach(row: Row) -> int:
+    """Tokens that a row may have in the end."""
+    return len(row.prompt) + row.max_new_tokens
+
+
+@torch.inference_mode()
+def generate(
+    target: TargetModel,
+    drafter: Drafter,
+    prompts: Sequence[Sequence[int]],
+    max_new_tokens: int,
+    sampling: Sampling | Sequence[Sampling] | None = None,
+    **options,
+) -> list[Generation]:
+    """Continue each prompt. Arguments and errors are those of `stream`; the generations are in the prompts' order."""
+    steps = stream(target, drafter, prompts, max_new_tokens, sampling, **options)
+    ended = {step.request: step.generation for step in steps if step.generation is not None}
+    return [ended[index] for index in range(len(prompts))]
+
+
+def stream(
+    target: TargetModel,
+    drafter: Drafter,
+    prompts: Sequence[Sequence[int]],
+    max_new_tokens: int,
+    sampling: Sampling | Sequence[Sampling] | None = None,
+    *,
+    seed: int = 0,
+    prompt_numbers: Sequence[int] | None = None,
+    batch_size: int | None = 1,
+    stop_token_ids: Sequence[int] | None = None,
+    stop: Sequence[str] = (),
+    verification: str = "block",
+    cache_block_tokens: int = CACHE_BLOCK,
+) -> Iterator[Emitted]:
+    """Continue each prompt, and yield its tokens as they are accepted.
+
+    The text follows the target's own distribution, whatever the drafter guesses.
+
+    Args:
+        target: the model whose text this is.
+        drafter: the method.
+        prompts: token ids; prompt i is request i of what is yielded.
+        max_new_tokens: maximum length of a continuation.
+        sampling: one for all prompts, or one for each, of which all have the same `draws`; None: greedy.
+        seed: prompt i draws from a generator seeded by (seed, i), so its sample is the same in any batch, unless how
+            many tokens are drawn from a draft model depends on the batch (max_nodes=auto). With `draws=shared` it is
+            the same with any drafter.
+        prompt_numbers: the numbers i; None: 0, 1, ...
+        batch_size: rows decoded together; None: all prompts.
+        stop_token_ids: tokens that end a text; None: the target's EOS ids, (): none.
+        stop: a text ends with the token that completes one of these strings; needs the target's tokenizer.
+        verification: "block" or "token": how drafts that were drawn from a q are verified; see `verify`.
+        cache_block_tokens: the slots of a row in the caches are a multiple of this.
+
+    Yields:
+        For each row after each step, the tokens that it gained.
+
+    Raises:
+        UserError: a prompt is empty, too long for the target, or holds tokens outside its vocabulary; or the batch
+            does not fit in memory.
+    """
+    check_whole("max_new_tokens", max_new_tokens, 1)
+    batch_size = max(1, len(prompts)) if batch_size is None else batch_size
+    check_whole("batch_size", batch_size, 1)
+    for index, prompt in enumerate(prompts):
+        check_prompt(target, prompt, max_new_tokens, f"prompt {index}")
+    if not prompts:
+        return
+    samplings = [one.drawn_by(drafter) for one in _samplings(sampling, len(prompts))]
+    longest = max(map(len, prompts)) + max_new_tokens
+    options = {"stop_token_ids": stop_token_ids, "verification": verification, "draws": samplings[0].draws}
+    options |= {"reads_in_pieces": False, "cache_block_tokens": cache_block_tokens, "max_length": longest}
+    engine = Engine(target, drafter, min(batch_size, len(prompts)), **options)
+    for number, prompt, own in zip(prompt_numbers or range(len(prompts)), prompts, samplings, strict=True):
+        engine.submit(Request(prompt, max_new_tokens, own, seed, number, tuple(stop)))
+    try:
+        while engine.has_work:
+            for emitted in engine.step(rehearses=len(set(samplings)) == 1):
+                if emitted.error is not None:
+                    raise UserError(emitted.error)
+                yield emitted
+    finally:
+        engine.close()
+
+
+def _samplings(sampling: Sampling | Sequence[Sampling] | None, n_prompts: int) -> list[Sampling]:
+    """Return the sampling of each prompt."""
+    if sampling is None or isinstance(sampling, Sampling):
+        return [sampling or Sampling()] * n_prompts
+    if len(sampling) != n_prompts:
+        raise UserError(f"{len(sampling)} samplings were given for {n_prompts} prompts; give one for each, or one")
+    if len({one.draws for one in sampling}) > 1:
+        raise UserError("the prompts of a batch differ in sampling.draws; give all of them the same")
+    return list(sampling)
+
+
+def check_prompt(target: TargetModel, prompt: Sequence[int], max_new_tokens: int, name: str = "the prompt") -> None:
+    """Raise UserError unless the target can continue these token ids by max_new_tokens."""
+    if not len(prompt):
+        raise UserError(f"{name} is empty; give at least one token")
+    wrong = [token for token in (min(prompt), max(prompt)) if not 0 <= token < target.vocab_size]
+    if wrong:
+        raise UserError(
+            f"{name} holds token id {wrong[0]}, but the target's vocabulary has {target.vocab_size}; "
+            "tokenize it with the target's tokenizer"
+        )
+    if len(prompt) + max_new_tokens > target.max_positions:
+        raise UserError(
+            f"{name} has {len(prompt)} tokens and max_new_tokens={max_new_tokens}, but the target's context holds "
+            f"{target.limit}; shorten the prompt or lower max_new_tokens"
+        )

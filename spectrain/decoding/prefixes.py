@@ -1,0 +1,68 @@
+"""Keys and values of texts that have ended, for texts that begin alike: a chat's next turn, a shared system prompt."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Sequence
+
+import numpy as np
+
+from spectrain.decoding.kv_cache import KVCache, States
+
+LEAST_TOKENS = 32  # of a beginning that is worth copying
+
+
+class Prefixes:
+    """Texts with their keys and values, in memory of at most `max_bytes`; those that were not used for long go first.
+
+    Several engines of one target may share it, in one thread.
+    """
+
+    def __init__(self, max_bytes: int) -> None:
+        self.max_bytes, self.bytes = max_bytes, 0
+        self._texts: OrderedDict[bytes, tuple[np.ndarray, States]] = OrderedDict()  # the last one was used last
+
+    def __len__(self) -> int:
+        return len(self._texts)
+
+    def longest(self, tokens: Sequence[int]) -> tuple[States, int] | None:
+        """Return the states of the text that shares most tokens with the beginning of `tokens`, and how many.
+
+        One token at least is left to be read, whose logits the caller needs. None: too few are shared.
+        """
+        wanted, best, most = np.asarray(tokens[:-1], dtype=np.int64), None, LEAST_TOKENS - 1
+        for key, (text, _) in self._texts.items():
+            if (shared := shared_tokens(text, wanted)) > most:
+                best, most = key, shared
+        if best is None:
+            return None
+        self._texts.move_to_end(best)
+        return self._texts[best][1], most
+
+    def add(self, tokens: np.ndarray, cache: KVCache, row: int) -> None:
+        """Keep a row of a cache that holds these tokens [T] int64, instead of the texts that it goes on."""
+        n_bytes = sum(states[row, :, : len(tokens)].nbytes for states in (*cache.keys, *cache.values))
+        if len(tokens) < LEAST_TOKENS or n_bytes > self.max_bytes:
+            return
+        for key, (text, _) in [*self._texts.items()]:
+            if shared_tokens(text, tokens) == len(text):
+                self._drop(key)
+        while self._texts and self.bytes + n_bytes > self.max_bytes:
+            self._drop(next(iter(self._texts)))
+        self._texts[tokens.tobytes()] = tokens.copy(), cache.states_of(row, len(tokens))
+        self.bytes += n_bytes
+
+    def clear(self) -> None:
+        self._texts.clear()
+        self.bytes = 0
+
+    def _drop(self, key: bytes) -> None:
+        _, states = self._texts.pop(key)
+        self.bytes -= sum(one.nbytes for pair in states for one in pair)
+
+
+def shared_tokens(first: np.ndarray, second: np.ndarray) -> int:
+    """Count the tokens with which two texts begin alike."""
+    n = min(len(first), len(second))
+    differs = (first[:n] != second[:n]).argmax() if n else 0
+    return n if n == 0 or first[differs] == second[differs] else int(differs)
