@@ -137,7 +137,17 @@ class Engine:
         return self.n_running > 0 or bool(self._waiting)
 
     def submit(self, request: Request) -> int:
-        """Let a request wait for its row. Return its number, which `step` will name.
+        """Let a request wait for its row. Return its number, which `step` will name. Errors are those of `row_of`."""
+        row = self.row_of(request)
+        self.append(row)
+        return row.request
+
+    def append(self, row: Row) -> None:
+        """Let what `row_of` made wait for its turn."""
+        self._waiting.append(row)
+
+    def row_of(self, request: Request) -> Row:
+        """Check a request and give it a number. Of all methods this one may be called while others run.
 
         Raises:
             UserError: the prompt is empty, too long, or holds tokens outside the target's vocabulary.
@@ -161,9 +171,7 @@ class Engine:
         ending = replace(self._ending, stop_strings=tuple(request.stop), tokenizer=self.target.tokenizer)
         sampling = replace(Sampling() if request.sampling.greedy else request.sampling, draws=self.draws)
         generator = row_generator(request.seed, request.number)
-        row = Row(number, request.prompt, request.max_new_tokens, sampling, generator, ending, request.logprobs)
-        self._waiting.append(row)
-        return number
+        return Row(number, request.prompt, request.max_new_tokens, sampling, generator, ending, request.logprobs)
 
     def cancel(self, request: int) -> None:
         """Give a request up: the next `step` frees its row first. Nothing happens to one that has ended."""
@@ -285,7 +293,7 @@ class Engine:
 
     @torch.inference_mode()
     def _read(self) -> list[Emitted]:
-        """Read one piece, or all of them where the batch has to wait. Return the first tokens of prompts that have been read."""
+        """Read one piece, or all where the batch has to wait. Return the first tokens of prompts that were read."""
         reading, batch, output = self._reading, self._batch, None
         batch.clock.settle()
         began_s = batch.clock.now

@@ -1,0 +1,197 @@
+"""A thread that decodes for everybody: chats, servers and scripts hand it requests from threads of their own."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+import torch
+
+from spectrain.decoding import Drafter, Emitted, Engine, Prefixes, Request, Sampling, TargetModel
+from spectrain.errors import UserError
+from spectrain.methods.loading import load_method
+
+log = logging.getLogger(__name__)
+
+INTERNAL_ERROR = "an internal error ended this request; the log says which"
+CLOSED = "nothing is decoded any more"
+MEMORY_SHARE = 0.25, 0.8  # of what is free on a CPU and on a GPU, for keys and values
+PREFIX_SHARE = 0.25  # of these, for texts that have ended
+WARM_TOKENS = 8
+WARM_SAMPLINGS = Sampling(), Sampling(temperature=1.0)
+
+Deliver = Callable[[Emitted], None]
+
+
+@dataclass(frozen=True)
+class Ticket:
+    """A request that was handed in."""
+
+    method: str
+    number: int  # of the engine's
+
+
+class Worker:
+    """Runs engines of one target in a thread of its own, in turns. Its methods may be called from any thread.
+
+    Args:
+        engines: by the name of their method. The first is the default.
+    """
+
+    def __init__(self, engines: Mapping[str, Engine]) -> None:
+        self.engines = dict(engines)
+        self.target = next(iter(self.engines.values())).target
+        self._deliver: dict[Ticket, Deliver] = {}
+        self._calls: deque[Callable[[], None]] = deque()  # that the thread makes before its next step
+        self._wanted = threading.Condition()
+        self._closing: str | None = None  # "finish" or "cancel"
+        self._thread = threading.Thread(target=self._run, name="spectrain worker", daemon=True)
+        self._thread.start()
+
+    @property
+    def methods(self) -> list[str]:
+        return [*self.engines]
+
+    @property
+    def n_running(self) -> int:
+        return sum(engine.n_running for engine in self.engines.values())
+
+    @property
+    def n_waiting(self) -> int:
+        return sum(engine.n_waiting for engine in self.engines.values()) + len(self._calls)
+
+    def submit(self, request: Request, deliver: Deliver, method: str | None = None) -> Ticket:
+        """Hand a request in. `deliver` is called in the worker's thread with what it gains, and must not block.
+
+        Raises:
+            UserError: there is no such method, the engine cannot take the request, or the worker is closed.
+        """
+        name = self.methods[0] if method is None else method
+        if name not in self.engines:
+            raise UserError(f"method={name} is not loaded; choose among {', '.join(self.methods)}")
+        with self._wanted:
+            if self._closing is not None:
+                raise UserError(CLOSED)
+            row = self.engines[name].row_of(request)
+            ticket = Ticket(name, row.request)
+            self._deliver[ticket] = deliver
+            self._calls.append(partial(self.engines[name].append, row))
+            self._wanted.notify()
+        return ticket
+
+    def cancel(self, ticket: Ticket) -> None:
+        """Give a request up: its row is free before the next step. Nothing happens to one that has ended."""
+        with self._wanted:
+            if ticket in self._deliver:
+                self._calls.append(partial(self.engines[ticket.method].cancel, ticket.number))
+                self._wanted.notify()
+
+    def warm_up(self) -> None:
+        """Run each method once, greedy and sampled, so that no request waits for what is compiled or measured once."""
+        length = max(1, min(engine.max_length for engine in self.engines.values()) - WARM_TOKENS)
+        prompt = [1 % self.target.vocab_size] * min(WARM_TOKENS, length)
+        for name in self.methods:
+            for sampling in WARM_SAMPLINGS:
+                ended = threading.Event()
+                failed: list[str] = []
+
+                def deliver(step: Emitted, ended: threading.Event = ended, failed: list[str] = failed) -> None:
+                    failed += [] if step.error is None else [step.error]
+                    if step.error is not None or step.generation is not None:
+                        ended.set()
+
+                self.submit(Request(prompt, WARM_TOKENS, sampling), deliver, name)
+                ended.wait()
+                if failed:
+                    raise UserError(f"method={name} cannot decode here: {failed[0]}")
+
+    def close(self, finish: bool = False) -> None:
+        """End the thread. `finish`: running and waiting requests are answered first; else they are cancelled."""
+        with self._wanted:
+            self._closing = "finish" if finish and self._closing is None else "cancel"
+            self._wanted.notify()
+        self._thread.join()
+
+    def _run(self) -> None:
+        while True:
+            with self._wanted:
+                while not (self._calls or self._closing or any(one.has_work for one in self.engines.values())):
+                    self._wanted.wait()
+                if self._closing == "cancel":
+                    self._calls += [partial(self.engines[one.method].cancel, one.number) for one in self._deliver]
+                calls, self._calls = self._calls, deque()
+                closing = self._closing
+            for call in calls:
+                call()
+            for name, engine in self.engines.items():
+                if engine.has_work or calls:
+                    self._deliver_all(name, self._stepped(engine))
+            if closing and not self._calls and not any(engine.has_work for engine in self.engines.values()):
+                for engine in self.engines.values():
+                    engine.close()
+                return
+
+    def _stepped(self, engine: Engine) -> list[Emitted]:
+        try:
+            return engine.step()
+        except Exception as error:
+            if not isinstance(error, UserError):
+                log.exception("a step failed")
+            return engine.fail(str(error) if isinstance(error, UserError) else INTERNAL_ERROR)
+
+    def _deliver_all(self, name: str, steps: Sequence[Emitted]) -> None:
+        for step in steps:
+            ticket = Ticket(name, step.request)
+            has_ended = step.generation is not None or step.error is not None
+            deliver = self._deliver.pop(ticket, None) if has_ended else self._deliver.get(ticket)
+            if deliver is None:
+                continue
+            try:
+                deliver(step)
+            except Exception:  # of a client that is gone
+                log.exception("what a request gained could not be delivered")
+                self._deliver.pop(ticket, None)
+                self.engines[name].cancel(step.request)
+
+
+def open_worker(
+    target: TargetModel,
+    methods: Mapping[str, Drafter] | Sequence[str | Path],
+    batch_size: int = 1,
+    *,
+    memory: float | None = None,
+    max_length: int | None = None,
+    draws: str = "shared",
+) -> Worker:
+    """Start a worker for some methods, which share the memory for keys and values.
+
+    Args:
+        target: the model whose text this is.
+        methods: their names, exported folders, or methods by name; the first is the default.
+        batch_size: rows of each that are decoded together.
+        memory: GiB for keys and values of all; None: a share of what is free.
+        max_length: tokens of the longest text, prompt included; None: what target, methods and memory allow.
+        draws: see `Engine`. With "shared" a request's sample depends on its seed alone, at any load.
+    """
+    if not isinstance(methods, Mapping):
+        methods = {str(name): load_method(name, target) for name in methods}
+    free = free_memory(target.device) if memory is None else int(memory * 2**30)
+    prefixes = Prefixes(int(PREFIX_SHARE * free))
+    own = (free - prefixes.max_bytes) // len(methods)
+    options = {"memory": own, "max_length": max_length, "draws": draws, "prefixes": prefixes}
+    return Worker({name: Engine(target, drafter, batch_size, **options) for name, drafter in methods.items()})
+
+
+def free_memory(device: torch.device) -> int:
+    """Return the bytes that keys and values may take on a device without being asked for."""
+    on_cpu, on_gpu = MEMORY_SHARE
+    if device.type == "cuda":
+        return int(on_gpu * torch.cuda.mem_get_info(device)[0])
+    lines = Path("/proc/meminfo").read_text().splitlines()
+    available = next(int(line.split()[1]) for line in lines if line.startswith("MemAvailable"))
+    return int(on_cpu * available * 1024)
