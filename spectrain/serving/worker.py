@@ -50,6 +50,7 @@ class Worker:
         self._calls: deque[Callable[[], None]] = deque()  # that the thread makes before its next step
         self._wanted = threading.Condition()
         self._closing: str | None = None  # "finish" or "cancel"
+        self._is_warming = False
         self._thread = threading.Thread(target=self._run, name="spectrain worker", daemon=True)
         self._thread.start()
 
@@ -94,7 +95,7 @@ class Worker:
     def warm_up(self) -> None:
         """Run each method once, greedy and sampled, so that no request waits for what is compiled or measured once."""
         length = max(1, min(engine.max_length for engine in self.engines.values()) - WARM_TOKENS)
-        prompt = [1 % self.target.vocab_size] * min(WARM_TOKENS, length)
+        prompt, self._is_warming = [1 % self.target.vocab_size] * min(WARM_TOKENS, length), True
         for name in self.methods:
             for sampling in WARM_SAMPLINGS:
                 ended = threading.Event()
@@ -109,6 +110,7 @@ class Worker:
                 ended.wait()
                 if failed:
                     raise UserError(f"method={name} cannot decode here: {failed[0]}")
+        self._is_warming = False
 
     def close(self, finish: bool = False) -> None:
         """End the thread. `finish`: running and waiting requests are answered first; else they are cancelled."""
@@ -138,7 +140,7 @@ class Worker:
 
     def _stepped(self, engine: Engine) -> list[Emitted]:
         try:
-            return engine.step()
+            return engine.step(rehearses=self._is_warming)
         except Exception as error:
             if not isinstance(error, UserError):
                 log.exception("a step failed")

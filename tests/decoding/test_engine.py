@@ -1,0 +1,231 @@
+"""Requests that join, leave, fail and share beginnings get the target's own text, as if they were alone."""
+
+import random
+from functools import lru_cache
+
+import numpy as np
+import pytest
+import torch
+
+from spectrain.decoding import Engine, KVCache, Prefixes, Request, Sampling, TargetModel, generate
+from spectrain.decoding import engine as engine_module
+from spectrain.decoding import prefixes as prefixes_module
+from spectrain.decoding.kv_cache import _zeros
+from spectrain.errors import UserError
+from spectrain.methods.autoregressive import Autoregressive
+from spectrain.methods.registry import method_names
+from tests.conftest import EOS_ID, random_prompts, tiny_model
+from tests.decoding.reference import greedy_by_full_forwards
+from tests.decoding.test_loop import OF_EACH_ENGINE, artifacts, drafter_of
+
+N_NEW = 12
+MEMORY = 1 << 22  # bytes, of kept texts
+
+
+@pytest.fixture(autouse=True)
+def short_pieces(monkeypatch):
+    monkeypatch.setitem(engine_module.PIECE, "cpu", 8)
+    monkeypatch.setattr(prefixes_module, "LEAST_TOKENS", 4)
+    monkeypatch.setattr("spectrain.decoding.target.NEAR", 2)
+
+
+@lru_cache
+def texts_of(family: str) -> tuple[list[list[int]], list[list[int]]]:
+    """Prompts, many of which begin like an earlier one or go on with its answer, and what the target writes."""
+    model, shared = tiny_model(family), random_prompts([30], seed=7)[0]
+    prompts, texts = [], []
+    for number, prompt in enumerate(random_prompts([5, 33, 2, 14, 50, 9, 26, 1, 40, 7], seed=8)):
+        prompt = shared + prompt if number % 3 == 1 else prompt
+        prompt = prompts[-2] + texts[-2] + prompt[:5] if number in (5, 8) else prompt
+        prompts.append(prompt)
+        texts.append(greedy_by_full_forwards(model, prompt, N_NEW, (EOS_ID,)))
+    return prompts, texts
+
+
+def target_of(family: str) -> TargetModel:
+    return TargetModel(tiny_model(family), artifacts(family).target.tokenizer, prefill_chunk=16)
+
+
+def run(engine: Engine, arrivals: dict[int, Request], on_step=lambda engine, steps: None) -> dict[int, list]:
+    """Run until all requests have ended, of which arrivals[i] comes before step i. Return what each one gained."""
+    gained, n_steps = {}, 0
+    while engine.has_work or n_steps <= max(arrivals):
+        if n_steps in arrivals:
+            gained[engine.submit(arrivals[n_steps])] = []
+        steps = engine.step()
+        for step in steps:
+            gained[step.request].append(step)
+        on_step(engine, steps)
+        n_steps += 1
+        assert n_steps < 2000
+    return gained
+
+
+def tokens_of(steps: list) -> list[int]:
+    return [token for step in steps for token in step.tokens]
+
+
+@pytest.mark.parametrize("family", OF_EACH_ENGINE)
+@pytest.mark.parametrize("name", method_names())
+def test_requests_that_come_and_go_get_the_targets_own_text(name, family):
+    prompts, texts = texts_of(family)
+    chooser = random.Random(name)
+    engine = Engine(target_of(family), drafter_of(name, family), 3, prefixes=Prefixes(MEMORY), cache_block_tokens=8)
+    arrivals = {step: Request(p, N_NEW) for step, p in zip(sorted(chooser.sample(range(40), 10)), prompts, strict=True)}
+    left = {}
+
+    def sometimes_leave(engine: Engine, steps: list) -> None:
+        if chooser.random() < 0.05 and (running := [s.request for s in steps if s.generation is None]):
+            left[running[0]] = engine.n_running
+            engine.cancel(running[0])
+
+    gained = run(engine, arrivals, sometimes_leave)
+    assert [*gained] == [*range(10)]
+    for number, text in enumerate(texts):
+        found, last = tokens_of(gained[number]), gained[number][-1].generation
+        if number in left and last.finish_reason == "cancelled":
+            assert found == text[: len(found)]
+        else:
+            assert found == last.tokens == text
+        assert all(step.generation is None for step in gained[number][:-1])
+    read = sum(steps[-1].generation.cached_tokens for steps in gained.values())
+    assert read > 20  # the drafters' own needs included, some beginnings were not read again
+
+
+@pytest.mark.parametrize("family", OF_EACH_ENGINE)
+def test_rows_go_on_while_a_long_prompt_is_read(family):
+    target, together = target_of(family), []
+    engine = Engine(target, Autoregressive(), 2, stop_token_ids=())
+    prompts = random_prompts([3, 70], seed=3)
+    gained = run(
+        engine,
+        {0: Request(prompts[0], 20), 1: Request(prompts[1], 4)},
+        lambda engine, steps: together.append([step.request for step in steps]),
+    )
+    joined = together.index([1, 0, 1])
+    assert 2 <= joined <= 9  # 70 tokens in pieces of 8, or in programs of 64 tokens
+    assert together[1:joined] == [[0]] * (joined - 1)
+    for number, n_new in ((0, 20), (1, 4)):
+        assert tokens_of(gained[number]) == greedy_by_full_forwards(tiny_model(family), prompts[number], n_new)
+
+
+@pytest.mark.parametrize("name", ["spire", "speculative", "sssd", "auto"])
+def test_with_shared_noise_a_sample_depends_on_its_seed_alone(name):
+    prompts, _ = texts_of("llama_gqa")
+    target = target_of("llama_gqa")
+    samplings = [Sampling(), Sampling(0.8, draws="shared"), Sampling(1.0, top_p=0.9, draws="shared")]
+    alone = [
+        generate(target, Autoregressive(), [prompt], N_NEW, samplings[i % 3], seed=i)[0].tokens
+        for i, prompt in enumerate(prompts)
+    ]
+    engine = Engine(target, drafter_of(name, "llama_gqa"), 4, draws="shared", prefixes=Prefixes(MEMORY))
+    requests = {2 * i: Request(prompt, N_NEW, samplings[i % 3], seed=i) for i, prompt in enumerate(prompts)}
+    gained = run(engine, requests)
+    assert [tokens_of(steps) for steps in gained.values()] == alone
+
+
+@pytest.mark.parametrize("when", ["waiting", "reading", "running"])
+def test_a_request_that_is_given_up_frees_its_row_within_a_step(when):
+    prompts, texts = texts_of("llama_gqa")
+    engine, long = Engine(target_of("llama_gqa"), Autoregressive(), 2 if when != "waiting" else 1), prompts[4]
+    first = engine.submit(Request(prompts[0], N_NEW))
+    before = engine.step()
+    second = engine.submit(Request(long if when == "reading" else prompts[2], N_NEW))
+    before += engine.step()
+    third = engine.submit(Request(prompts[3], N_NEW))
+    engine.cancel(second)
+    steps = engine.step()
+    ended = next(step for step in steps if step.request == second)
+    assert ended.generation.finish_reason == "cancelled"
+    assert (ended.generation.tokens != []) == (when == "running")
+    assert engine.n_running + engine.n_waiting == 2
+    found = {first: [], third: []}
+    for step in [*before, *steps, *(step for _ in range(40) for step in engine.step())]:
+        if step.request in found:
+            found[step.request] += step.tokens
+    assert found == {first: texts[0], third: texts[3]}
+
+
+def test_memory_admits_requests_in_order():
+    target = target_of("llama_gqa")
+    engine = Engine(target, Autoregressive(), 4, memory=200 * target.token_bytes, max_length=60)
+    assert engine.max_length == 60
+    waiting = []
+    requests = {0: Request([5] * 40, 20), 1: Request([6] * 40, 20), 2: Request([7] * 40, 20), 3: Request([8], 20)}
+    requests[4] = Request([9] * 50, 9)
+    gained = run(engine, requests, lambda engine, _: waiting.append(engine.n_waiting))
+    assert max(waiting) == 2  # 60 + 60 + 60 fit into 200, 21 more do not; the last one may not overtake
+    ends = [max(i for i, one in enumerate(gained) if one == number) for number in gained]
+    assert ends == sorted(ends)
+    with pytest.raises(UserError, match="there is room for 60"):
+        engine.submit(Request([5] * 41, 20))
+    with pytest.raises(UserError, match="holds no text"):
+        Engine(target, Autoregressive(), 4, memory=100 * target.token_bytes)
+
+
+def test_a_prompt_that_does_not_fit_fails_alone(monkeypatch):
+    prompts, texts = texts_of("llama_gqa")
+    engine, reading = Engine(target_of("llama_gqa"), Autoregressive(), 2), TargetModel.reading
+
+    def full(target, tokens, *given):
+        yield
+        if tokens.shape[1] == 50:
+            raise torch.OutOfMemoryError
+        return (yield from reading(target, tokens, *given))
+
+    monkeypatch.setattr(TargetModel, "reading", full)
+    gained = run(engine, {0: Request(prompts[0], N_NEW), 2: Request([3] * 50, 9), 3: Request(prompts[3], N_NEW)})
+    assert "out of memory" in gained[1][-1].error
+    assert [tokens_of(gained[number]) for number in (0, 2)] == [texts[0], texts[3]]
+
+
+def test_logprobs_are_those_of_the_targets_own_logits():
+    prompts, texts = texts_of("llama_gqa")
+    target = target_of("llama_gqa")
+    engine = Engine(target, drafter_of("sssd", "llama_gqa"), 2)
+    hot = Sampling(1.3, top_k=5)
+    gained = run(engine, {0: Request(prompts[0], N_NEW, logprobs=3), 1: Request(prompts[3], N_NEW, hot, logprobs=0)})
+    for number, n_top in ((0, 3), (1, 0)):
+        prompt, told = prompts[3 * number], [one for step in gained[number] for one in step.logprobs]
+        tokens = tokens_of(gained[number])
+        log_p = target.forward(torch.tensor([prompt + tokens])).logits[0].detach().log_softmax(-1)[len(prompt) - 1 : -1]
+        assert len(told) == len(tokens)
+        for place, one in enumerate(told):
+            assert one.logprob == pytest.approx(float(log_p[place, tokens[place]]), abs=1e-4)
+            values, ids = log_p[place].topk(n_top)
+            assert [token for token, _ in one.top] == ids.tolist()
+            assert [value for _, value in one.top] == pytest.approx(values.tolist(), abs=1e-4)
+
+
+def test_kept_texts_stay_within_their_memory_and_the_oldest_go():
+    target = target_of("llama_gqa")
+    cache = KVCache(1)
+    texts = [np.array([number] * 10) for number in range(1, 5)]
+    kept = Prefixes(3 * 10 * target.token_bytes)
+    for number, text in enumerate(texts):
+        target.prefill(torch.tensor(text[None]), [10], cache, range(1))
+        kept.add(text, cache, 0)
+        cache.clear()
+        assert kept.longest([1] * 12) is not None or number == 3  # which makes the first the youngest again
+        assert kept.bytes <= kept.max_bytes
+    assert [kept.longest([number] * 12) is not None for number in (1, 2, 3, 4)] == [True, False, True, True]
+    states, n_tokens = kept.longest([3] * 6 + [9] * 9)
+    assert n_tokens == 6
+    assert states[0][0].shape[1] == 10
+    assert kept.longest([3, 3, 3, 9]) is None  # too few
+    target.prefill(torch.tensor([[3] * 10 + [4]]), [11], cache, range(1))
+    kept.add(np.array([3] * 10 + [4]), cache, 0)  # instead of its own beginning
+    assert len(kept) == 2
+
+
+def test_slots_take_no_memory_before_they_are_written():
+    before = resident()
+    zeros = _zeros((1 << 10, 1 << 10, 1 << 8), torch.bfloat16, torch.device("cpu"))
+    assert resident() - before < 1 << 24
+    assert zeros.dtype == torch.bfloat16
+    assert not zeros[::512].any()
+
+
+def resident() -> int:
+    with open("/proc/self/statm") as file:
+        return int(file.read().split()[1]) * 4096
