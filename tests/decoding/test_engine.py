@@ -31,12 +31,13 @@ def short_pieces(monkeypatch):
 
 @lru_cache
 def texts_of(family: str) -> tuple[list[list[int]], list[list[int]]]:
-    """Prompts, many of which begin like an earlier one or go on with its answer, and what the target writes."""
+    """Prompts, of which some begin like earlier ones, are one, or go on with its answer; and what the target writes."""
     model, shared = tiny_model(family), random_prompts([30], seed=7)[0]
     prompts, texts = [], []
     for number, prompt in enumerate(random_prompts([5, 33, 2, 14, 50, 9, 26, 1, 40, 7], seed=8)):
         prompt = shared + prompt if number % 3 == 1 else prompt
         prompt = prompts[-2] + texts[-2] + prompt[:5] if number in (5, 8) else prompt
+        prompt = prompts[4] if number == 9 else prompt
         prompts.append(prompt)
         texts.append(greedy_by_full_forwards(model, prompt, N_NEW, (EOS_ID,)))
     return prompts, texts
