@@ -10,7 +10,6 @@ learns them when the step has been read back, by `extend`.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 
 import numpy as np
@@ -238,4 +237,4 @@ def _zeros(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Te
     """Return zeros. On a CPU slots take no memory before they are written."""
     if device.type != "cpu":
         return torch.zeros(shape, dtype=dtype, device=device)
-    return torch.from_numpy(np.zeros(math.prod(shape) * dtype.itemsize, np.uint8)).view(dtype).view(shape)
+    return torch.from_numpy(np.zeros(shape, f"i{dtype.itemsize}")).view(dtype)

@@ -10,7 +10,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from spectrain.decoding import DraftTree, KVCache, TargetModel, generate, lean, loop
+from spectrain.decoding import DraftTree, KVCache, TargetModel, generate, lean, stream
 from spectrain.decoding import forward as module
 from spectrain.decoding import target as target_module
 from spectrain.kernels.cpu.attention import CHUNK
@@ -185,9 +185,9 @@ def test_a_cache_is_used_again_and_nothing_of_the_last_text_is_seen(monkeypatch)
             text(length, n_new)
             (kept,) = target._kept
             assert [threads for _, threads in kept.programs._programs][-1] == n_threads
-        stream = loop.stream(target, Autoregressive(), random_prompts([9]), 30, stop_token_ids=())
-        next(stream)
-        stream.close()
+        steps = stream(target, Autoregressive(), random_prompts([9]), 30, stop_token_ids=())
+        next(steps)
+        steps.close()
         text(9)
         assert target._kept == [kept], "the longest was large enough for those after it"
         assert copy.deepcopy(target)._kept[0].programs._programs == {}, "a copy has other addresses"
