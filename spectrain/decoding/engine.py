@@ -155,15 +155,12 @@ class Engine:
         check_whole("max_new_tokens", request.max_new_tokens, 1)
         check_prompt(self.target, request.prompt, request.max_new_tokens)
         if (n_tokens := len(request.prompt) + request.max_new_tokens) > self.max_length:
+            is_drafters = self.max_length == self.drafter.max_positions
+            room = "the draft model's context holds" if is_drafters else "there is memory for"
+            other = "choose another drafter" if is_drafters else "give more memory"
             raise UserError(
-                f"prompt and new tokens may reach {n_tokens}, but "
-                + (
-                    f"the draft model's context holds {self.max_length}; shorten the prompt, lower max_new_tokens or "
-                    "choose another drafter"
-                    if self.max_length == self.drafter.max_positions
-                    else f"there is room for {self.max_length}; shorten the prompt, lower max_new_tokens or give more "
-                    "memory"
-                )
+                f"prompt and new tokens may reach {n_tokens}, but {room} {self.max_length}; shorten the prompt, lower "
+                f"max_new_tokens or {other}"
             )
         if request.stop and self.target.tokenizer is None:
             raise UserError("stop needs the target's tokenizer; load the target with one, or use stop_token_ids")
@@ -242,23 +239,22 @@ class Engine:
     def _admit(self) -> None:
         """Take as many waiting requests as there are rows and memory for, and begin to read their prompts."""
         rows: list[Row] = []
-        free, used = self.batch_size - len(self._batch.rows), sum(map(_reach, self._batch.rows))
-        n_unread, found = 0, None
-        while self._waiting and len(rows) < free and found is None:
+        free, used, n_unread, known = self.batch_size - len(self._batch.rows), 0, 0, None
+        reserved = sum(map(_reach, self._batch.rows))
+        while self._waiting and len(rows) < free and known is None:
             row = self._waiting[0]
-            if self.max_tokens is not None and (used := used + _reach(row)) > self.max_tokens:
+            used += _reach(row)
+            if self.max_tokens is not None and reserved + used > self.max_tokens:
                 break
-            found, n_own = self._known(row)
+            of_row, n_own = self._known(row)
             is_long = self.piece is not None and n_unread + n_own > self.piece
-            if rows and (found is not None or (is_long and self._batch.rows)):
-                break
-            n_unread += n_own
+            if rows and (of_row is not None or (is_long and self._batch.rows)):
+                break  # it is read alone, after these
             rows.append(self._waiting.popleft())
-        if not rows:
-            return
-        states, known = found if len(rows) == 1 and found is not None else (None, 0)
-        goes_on = bool(self._batch.rows) and self.piece is not None and n_unread > self.piece
-        self._reading = self._reading_of(rows, states, known, goes_on)
+            n_unread, known = n_unread + n_own, of_row
+        if rows:
+            goes_on = bool(self._batch.rows) and self.piece is not None and n_unread > self.piece
+            self._reading = self._reading_of(rows, known, goes_on)
 
     def _known(self, row: Row) -> tuple[tuple[States, int] | None, int]:
         """Return what is known already of a prompt, where that is worth it, and how many of its tokens are unread."""
@@ -277,19 +273,20 @@ class Engine:
             return self.drafter.read_of_prompts(torch.tensor(lengths, device=self.target.device))
 
     @torch.inference_mode()
-    def _reading_of(self, rows: list[Row], states: States | None, known: int, goes_on: bool) -> _Reading:
+    def _reading_of(self, rows: list[Row], known: tuple[States, int] | None, goes_on: bool) -> _Reading:
         target, lengths = self._batch.target, [len(row.prompt) for row in rows]
         longest = max(lengths)
         padded = [[*row.prompt, *[0] * (longest - len(row.prompt))] for row in rows]
         tokens = torch.tensor(padded).to(target.device)
         aside = KVCache(1, self.cache_block_tokens, longest + MOST_NODES) if goes_on else None
         cache, first = (self._cache, len(self._batch.rows)) if aside is None else (aside, 0)
-        if states is not None:
-            cache.restore(first, states, known)
-            rows[0].generation.cached_tokens = known
+        states, n_known = known or ([], 0)
+        if n_known:
+            cache.restore(first, states, n_known)
+            rows[0].generation.cached_tokens = n_known
         read, chunk = self._wanted(lengths), self.piece if goes_on else None
         new = range(first, first + len(rows))
-        return _Reading(rows, target.reading(tokens, lengths, cache, new, read, known, chunk), aside)
+        return _Reading(rows, target.reading(tokens, lengths, cache, new, read, n_known, chunk), aside)
 
     @torch.inference_mode()
     def _read(self) -> list[Emitted]:

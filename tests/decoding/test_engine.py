@@ -47,12 +47,13 @@ def target_of(family: str) -> TargetModel:
     return TargetModel(tiny_model(family), artifacts(family).target.tokenizer, prefill_chunk=16)
 
 
-def run(engine: Engine, arrivals: dict[int, Request], on_step=lambda engine, steps: None) -> dict[int, list]:
-    """Run until all requests have ended, of which arrivals[i] comes before step i. Return what each one gained."""
+def run(engine: Engine, arrivals: list, on_step=lambda engine, steps: None) -> dict[int, list]:
+    """Run until all requests have ended; each comes before the step that it is given with. Return what each gained."""
     gained, n_steps = {}, 0
-    while engine.has_work or n_steps <= max(arrivals):
-        if n_steps in arrivals:
-            gained[engine.submit(arrivals[n_steps])] = []
+    while engine.has_work or n_steps <= max(when for when, _ in arrivals):
+        for when, request in arrivals:
+            if when == n_steps:
+                gained[engine.submit(request)] = []
         steps = engine.step()
         for step in steps:
             gained[step.request].append(step)
@@ -72,7 +73,7 @@ def test_requests_that_come_and_go_get_the_targets_own_text(name, family):
     prompts, texts = texts_of(family)
     chooser = random.Random(name)
     engine = Engine(target_of(family), drafter_of(name, family), 3, prefixes=Prefixes(MEMORY), cache_block_tokens=8)
-    arrivals = {step: Request(p, N_NEW) for step, p in zip(sorted(chooser.sample(range(40), 10)), prompts, strict=True)}
+    arrivals = [(when, Request(p, N_NEW)) for when, p in zip((0, 0, 3, 9, 9, 9, 20, 21, 22, 22), prompts, strict=True)]
     left = {}
 
     def sometimes_leave(engine: Engine, steps: list) -> None:
@@ -100,7 +101,7 @@ def test_rows_go_on_while_a_long_prompt_is_read(family):
     prompts = random_prompts([3, 70], seed=3)
     gained = run(
         engine,
-        {0: Request(prompts[0], 20), 1: Request(prompts[1], 4)},
+        [(0, Request(prompts[0], 20)), (1, Request(prompts[1], 4))],
         lambda engine, steps: together.append([step.request for step in steps]),
     )
     joined = together.index([1, 0, 1])
@@ -120,7 +121,7 @@ def test_with_shared_noise_a_sample_depends_on_its_seed_alone(name):
         for i, prompt in enumerate(prompts)
     ]
     engine = Engine(target, drafter_of(name, "llama_gqa"), 4, draws="shared", prefixes=Prefixes(MEMORY))
-    requests = {2 * i: Request(prompt, N_NEW, samplings[i % 3], seed=i) for i, prompt in enumerate(prompts)}
+    requests = [(2 * i, Request(prompt, N_NEW, samplings[i % 3], seed=i)) for i, prompt in enumerate(prompts)]
     gained = run(engine, requests)
     assert [tokens_of(steps) for steps in gained.values()] == alone
 
@@ -149,16 +150,18 @@ def test_a_request_that_is_given_up_frees_its_row_within_a_step(when):
 
 def test_memory_admits_requests_in_order():
     target = target_of("llama_gqa")
-    engine = Engine(target, Autoregressive(), 4, memory=200 * target.token_bytes, max_length=60)
+    engine = Engine(target, Autoregressive(), 4, memory=200 * target.token_bytes, max_length=60, stop_token_ids=())
     assert engine.max_length == 60
-    waiting = []
-    requests = {0: Request([5] * 40, 20), 1: Request([6] * 40, 20), 2: Request([7] * 40, 20), 3: Request([8], 20)}
-    requests[4] = Request([9] * 50, 9)
-    gained = run(engine, requests, lambda engine, _: waiting.append(engine.n_waiting))
-    assert max(waiting) == 2  # 60 + 60 + 60 fit into 200, 21 more do not; the last one may not overtake
-    ends = [max(i for i, one in enumerate(gained) if one == number) for number in gained]
-    assert ends == sorted(ends)
-    with pytest.raises(UserError, match="there is room for 60"):
+    running, began = [], []
+
+    def watch(engine: Engine, steps: list) -> None:
+        running.append(engine.n_running)
+        began.extend(step.request for step in steps if step.request not in began)
+
+    run(engine, [(0, Request([5 + i] * 10, reach - 10)) for i, reach in enumerate((60, 60, 60, 60, 20))], watch)
+    assert max(running) == 3  # 20 tokens more than 180 would fit, but the last request may not overtake
+    assert began == [0, 1, 2, 3, 4]
+    with pytest.raises(UserError, match="there is memory for 60"):
         engine.submit(Request([5] * 41, 20))
     with pytest.raises(UserError, match="holds no text"):
         Engine(target, Autoregressive(), 4, memory=100 * target.token_bytes)
@@ -175,7 +178,7 @@ def test_a_prompt_that_does_not_fit_fails_alone(monkeypatch):
         return (yield from reading(target, tokens, *given))
 
     monkeypatch.setattr(TargetModel, "reading", full)
-    gained = run(engine, {0: Request(prompts[0], N_NEW), 2: Request([3] * 50, 9), 3: Request(prompts[3], N_NEW)})
+    gained = run(engine, [(0, Request(prompts[0], N_NEW)), (2, Request([3] * 50, 9)), (3, Request(prompts[3], N_NEW))])
     assert "out of memory" in gained[1][-1].error
     assert [tokens_of(gained[number]) for number in (0, 2)] == [texts[0], texts[3]]
 
@@ -185,7 +188,9 @@ def test_logprobs_are_those_of_the_targets_own_logits():
     target = target_of("llama_gqa")
     engine = Engine(target, drafter_of("sssd", "llama_gqa"), 2)
     hot = Sampling(1.3, top_k=5)
-    gained = run(engine, {0: Request(prompts[0], N_NEW, logprobs=3), 1: Request(prompts[3], N_NEW, hot, logprobs=0)})
+    gained = run(
+        engine, [(0, Request(prompts[0], N_NEW, logprobs=3)), (1, Request(prompts[3], N_NEW, hot, logprobs=0))]
+    )
     for number, n_top in ((0, 3), (1, 0)):
         prompt, told = prompts[3 * number], [one for step in gained[number] for one in step.logprobs]
         tokens = tokens_of(gained[number])
