@@ -73,7 +73,9 @@ def test_requests_that_come_and_go_get_the_targets_own_text(name, family):
     prompts, texts = texts_of(family)
     chooser = random.Random(name)
     engine = Engine(target_of(family), drafter_of(name, family), 3, prefixes=Prefixes(MEMORY), cache_block_tokens=8)
-    arrivals = [(when, Request(p, N_NEW)) for when, p in zip((0, 0, 3, 9, 9, 9, 20, 21, 22, 22), prompts, strict=True)]
+    arrivals = [
+        (when, Request(p, N_NEW)) for when, p in zip((0, 0, 3, 60, 60, 60, 80, 81, 82, 82), prompts, strict=True)
+    ]
     left = {}
 
     def sometimes_leave(engine: Engine, steps: list) -> None:
