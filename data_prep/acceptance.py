@@ -24,7 +24,7 @@ from rich.filesize import decimal
 
 from data_prep.labels import Labelling, LabelParts
 from data_prep.pipeline import Build, decided, hashed_config, launch, rank_device, store_path
-from data_prep.progress import show_facts, speed, target_override
+from data_prep.progress import show_facts, speed
 from spectrain.cli import interruptible, open_target
 from spectrain.config import plain
 from spectrain.config.commands import Acceptance
@@ -35,6 +35,7 @@ from spectrain.methods.specdecpp import OpenDrafter, open_drafter
 from spectrain.stores.folder import digest
 from spectrain.stores.locations import CHECKPOINTS
 from spectrain.stores.rows import AcceptanceManifest, newest_responses, open_acceptance, open_responses
+from spectrain.terminal import say_next
 
 log = logging.getLogger(__name__)
 
@@ -136,5 +137,6 @@ def show(out: Path, tokens_per_s: float | None) -> None:
         "speed": speed(tokens_per_s),
         "size on disk": decimal(sum(file.stat().st_size for file in out.iterdir())),
     }
-    options = f"data=offline data.path={out} drafter={drafter['path']}{target_override(manifest.config)}"
-    show_facts("acceptance labels", facts, f"python -m spectrain.train +exp=specdecpp {options}")
+    show_facts("acceptance labels", facts)
+    stored = {"data": "offline", "data.path": out, "drafter": drafter["path"]}
+    say_next("train", {"+exp": "specdecpp", **stored, "target": manifest.config["target"]["path"]})

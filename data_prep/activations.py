@@ -25,7 +25,7 @@ from rich.filesize import decimal
 
 from data_prep.capture import ShardParts
 from data_prep.pipeline import Build, decided, hashed_config, launch, rank_device, store_path
-from data_prep.progress import show_facts, speed, target_override
+from data_prep.progress import show_facts, speed
 from data_prep.states_server import StatesServer, listen_at
 from spectrain.cli import interruptible, open_target
 from spectrain.config import plain
@@ -36,10 +36,12 @@ from spectrain.models.pruned_init import last_layers
 from spectrain.stores.features import ACTIVATIONS
 from spectrain.stores.packing import Packed
 from spectrain.stores.row_cache import corpus_rows
+from spectrain.terminal import say_next
 from spectrain.training.served import key
 from spectrain.training.strategies import fast_precision
 
 NOT_HASHED = ("out", "fresh", "batch_tokens", "serve", "listen")  # they change no feature, or not beyond rounding
+ROW_TOKENS = 1024  # of a training that is told nothing else
 DEFAULT_LAYERS = 2  # the last ones, as conf/exp/spire.yaml
 
 
@@ -77,8 +79,9 @@ def serve(options: Activations) -> None:
         server = StatesServer(target, options.target.path, precision, options.batch_tokens, secret)
         address = ":".join(map(str, listener.getsockname()))
         facts = {"target": options.target.path, "computed in": f"{precision}, on {target.device}", "address": address}
-        command = f"python -m spectrain.train +exp=spire data=served data.address={address}"
-        show_facts("server of hidden states", facts, command + target_override(plain(options)))
+        show_facts("server of hidden states", facts)
+        served = {"+exp": "spire", "data": "served", "data.address": address, "target": options.target.path}
+        say_next("train", served)
         sys.stdout.flush()
         server.run(listener)
 
@@ -121,6 +124,7 @@ def show(out: Path, tokens_per_s: float | None) -> None:
         "speed": speed(tokens_per_s),
         "size on disk": f"{decimal(n_bytes)}, {n_bytes / counts['tokens']:,.1f} bytes per token",
     }
-    options = "" if manifest.row_tokens == 1024 else f" data.row_tokens={manifest.row_tokens}"
-    options += target_override(manifest.config)
-    show_facts("activations", facts, f"python -m spectrain.train +exp=spire data=offline data.path={out}{options}")
+    show_facts("activations", facts)
+    row_tokens = None if manifest.row_tokens == ROW_TOKENS else manifest.row_tokens
+    stored = {"data": "offline", "data.path": out, "data.row_tokens": row_tokens}
+    say_next("train", {"+exp": "spire", **stored, "target": manifest.config["target"]["path"]})

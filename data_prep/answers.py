@@ -59,7 +59,7 @@ class Answering:
     sampling: Sampling
     max_new_tokens: int
     seed: int = 0
-    stop_strings: tuple[str, ...] = ()
+    stop: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)

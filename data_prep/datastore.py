@@ -25,7 +25,7 @@ from rich.filesize import decimal
 
 from data_prep.documents import DocumentParts
 from data_prep.pipeline import Build, decided, hashed_config, launch, rank_device, store_path
-from data_prep.progress import show_facts, target_override
+from data_prep.progress import show_facts
 from data_prep.select import Scoring, Selection, read_scores
 from data_prep.server import found_server
 from spectrain.cli import interruptible, open_target
@@ -41,6 +41,7 @@ from spectrain.retrieval.datastore import DATASTORES, Manifest, open_datastore
 from spectrain.stores.folder import MANIFEST
 from spectrain.stores.prompts import question_ids, read_prompts
 from spectrain.stores.texts import responses_of
+from spectrain.terminal import PROMPTS, say_next, stage
 
 log = logging.getLogger(__name__)
 
@@ -79,8 +80,9 @@ def main(options: Datastore) -> None:
                 calibrate_store(out, target, options.calibrate)
     if fabric.is_global_zero:
         made = DATASTORES.read_manifest(out)
-        command_line = f"python -m spectrain.bench methods=all datastore={out}{target_override(made.build['config'])}"
-        show_facts("datastore", store_facts(out, made), command_line)
+        show_facts("datastore", store_facts(out, made))
+        chosen = {"method": "sssd", "datastore": out, "target": made.build["config"]["target"]["path"]}
+        say_next("generate", {**chosen, "prompt": PROMPTS[False]})
 
 
 def documents(options: Datastore, build: Build, selection: Selection, scored_config: dict) -> DocumentParts:
@@ -142,7 +144,8 @@ def calibrate_store(folder: Path, target: TargetModel, answers: str) -> None:
     texts = [(prompt, response) for prompt, response in texts if prompt and len(response) > 1]
     if not texts:
         raise UserError(f"calibrate={answers} gives no response of two tokens or more; give more prompts")
-    factors = calibrate(texts, method.retrievers[0], method.options.max_prefix, method.branch_tokens)
+    with stage("calibrating"):
+        factors = calibrate(texts, method.retrievers[0], method.options.max_prefix, method.branch_tokens)
     if target.leads:
         log.info("calibrated on %d texts: %s", len(texts), write_calibration(folder, factors))
 

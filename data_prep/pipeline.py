@@ -37,6 +37,7 @@ from spectrain.errors import UserError
 from spectrain.stores.files import free_bytes, json_line, parse_json, read_json, real_path, rename, to_disk, write_json
 from spectrain.stores.folder import MANIFEST, digest, kind_of, locked
 from spectrain.stores.locations import CHECKPOINTS
+from spectrain.terminal import stage
 
 log = logging.getLogger(__name__)
 
@@ -194,7 +195,8 @@ class Build:
             fabric.barrier()
             elapsed_s = max(time.monotonic() - start_s, 1e-9)
             n_tokens = decided(fabric, partial(parts.n_tokens, self, todo))
-            decided(fabric, partial(parts.write_store, self))
+            with stage("writing the store", shown=fabric.is_global_zero):
+                decided(fabric, partial(parts.write_store, self))
             return n_tokens / elapsed_s if todo else None
 
     def _open(self, held: contextlib.ExitStack) -> None:

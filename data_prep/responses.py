@@ -23,7 +23,7 @@ from pathlib import Path
 
 from data_prep.answers import Answering, PromptParts, answer_in_loop, read_questions
 from data_prep.pipeline import Build, hashed_config, launch, rank_device, store_path
-from data_prep.progress import show_facts, speed, target_override
+from data_prep.progress import show_facts, speed
 from data_prep.server import found_server
 from spectrain.cli import interruptible, open_target
 from spectrain.config import plain
@@ -34,6 +34,7 @@ from spectrain.methods.registry import build_configured
 from spectrain.stores.overlap import found_in, question_runs
 from spectrain.stores.prompts import Question, read_prompts
 from spectrain.stores.rows import ResponseManifest, open_responses
+from spectrain.terminal import say_next
 
 log = logging.getLogger(__name__)
 
@@ -58,6 +59,7 @@ def main(options: Responses) -> None:
     if options.fresh and options.finish_early:
         raise UserError("fresh=true begins anew, and finish_early=true keeps what was answered; give one of them")
     config = hashed_config(plain(options), NOT_HASHED)
+    config["stop_strings"] = config.pop("stop")  # as stores and the names of their folders have it
     out = store_path(options.out, "responses", config)
     questions = read_questions(options.prompts, options.limit)
     if options.source == "server":  # the target is there for its tokenizer, context and fingerprint
@@ -87,9 +89,7 @@ def check_answering(options: Responses) -> Answering:
             raise UserError("method= is an option of source=loop, not of a server; remove method=")
         if options.sampling.draws == "shared":
             raise UserError("a server draws its own tokens; give sampling.draws=inverse, or source=loop")
-    return Answering(
-        Sampling(**vars(options.sampling)), options.max_new_tokens, options.seed, tuple(options.stop_strings)
-    )
+    return Answering(Sampling(**vars(options.sampling)), options.max_new_tokens, options.seed, tuple(options.stop))
 
 
 def prompt_parts(options: Responses, build: Build, questions: list[Question], answering: Answering) -> PromptParts:
@@ -145,5 +145,6 @@ def show(out: Path, tokens_per_s: float | None) -> None:
         "tokenised again": f"{retokenized:,} responses that came as text" if retokenized else None,
         "speed": speed(tokens_per_s),
     }
-    options = f"responses={out}{target_override(store.manifest.config)}"
-    show_facts("responses", facts, f"python -m spectrain.train +exp=specdecpp {options}")
+    show_facts("responses", facts)
+    target = store.manifest.config["target"]["path"]
+    say_next("train", {"+exp": "spire", "corpus": f"responses:{out}", "target": target})

@@ -159,7 +159,7 @@ class CompletionServer:
             "top_p": sampling.top_p,
             "seed": int.from_bytes(mixed[:4]) >> 1,  # one seed for all would correlate their samples
             "stream": False,
-            "stop": list(answering.stop_strings) or Omit(),
+            "stop": list(answering.stop) or Omit(),
             "extra_body": {name: value for name, value in own.items() if value},
         }
 
@@ -220,7 +220,7 @@ def read_completion(body: str, target: TargetModel, answering: Answering) -> Ans
         return Answer(tokens[: end + 1], "eos", retokenized=ids is None)
     if len(tokens) > most:
         return Answer(tokens[:most], "length", retokenized=ids is None)
-    if reason == "stop" and not answering.stop_strings and eos_ids and len(tokens) < most:
+    if reason == "stop" and not answering.stop and eos_ids and len(tokens) < most:
         return Answer([*tokens, own_eos if own_eos in eos_ids else eos_ids[0]], "eos", retokenized=ids is None)
     if not tokens:
         raise PromptFailed("answers nonsense: no token at all")

@@ -21,6 +21,7 @@ from spectrain.errors import UserError, check_choice
 from spectrain.models.packages import PACKAGES, write_package, write_target
 from spectrain.stores.folder import MANIFEST, kind_of, locked, sha256, write_folder
 from spectrain.stores.locations import CHECKPOINTS, MADE
+from spectrain.terminal import PROMPTS, say_next
 
 
 def main(options: MakeTarget) -> None:
@@ -45,6 +46,5 @@ def main(options: MakeTarget) -> None:
             if not options.fresh:
                 raise UserError(f"{out} is finished; give another out, or give fresh=true")
         facts = write_folder(out, write, replace=True)
-    show_facts(
-        "target", {"folder": str(out), **facts}, f'python -m spectrain.generate {method=!s} {target=!s} prompt="..."'
-    )
+    show_facts("target", {"folder": str(out), **facts})
+    say_next("generate", {"method": method, "target": target, "prompt": PROMPTS[facts["chat template"] == "yes"]})

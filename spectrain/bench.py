@@ -31,7 +31,7 @@ from spectrain.cli import interruptible, open_target
 from spectrain.config import plain
 from spectrain.config.commands import Bench
 from spectrain.decoding import Drafter, Generation, Sampling, TargetModel, fingerprint, generate
-from spectrain.errors import UserError, check_whole
+from spectrain.errors import UserError, check_whole, nearest
 from spectrain.measure import questions
 from spectrain.measure.baselines import BASELINES, build_baseline, own_model
 from spectrain.measure.benchmark import Benchmark
@@ -50,6 +50,7 @@ from spectrain.stores.environment import device_facts, provenance
 from spectrain.stores.folder import MANIFEST, sha256
 from spectrain.stores.overlap import Sample, seen_questions
 from spectrain.stores.prompts import Question, question_ids
+from spectrain.terminal import say_next, stage
 from spectrain.training.runs import RunFolder
 
 log = logging.getLogger(__name__)
@@ -77,7 +78,8 @@ def measure(
     target = open_target(options.target, all_ranks=True)
     prompt_ids = partial(question_ids, target.tokenizer, chat=options.chat)
     prompt_ids(asked[0], [])  # a wrong chat= is refused before anything is measured
-    drafters, skipped = registry.build_methods(options, methods, target, sampling)
+    with stage("opening the methods"):
+        drafters, skipped = registry.build_methods(options, methods, target, sampling)
     baselines = build_baselines(options, target, drafters)
     penalty = getattr(target.model.generation_config, "repetition_penalty", None)
     if penalty not in (None, 1.0):  # every method must sample from the same distribution
@@ -86,7 +88,8 @@ def measure(
     stores = {name: store.folder for name, one in drafters.items() if (store := one.store)}
     found = {f"the datastore of {name}": [str(one), sha256(one / MANIFEST)] for name, one in stores.items()}
     run.keep_to({"target": fingerprint(target.model, target.tokenizer)} | found)
-    seen = seen_before(asked, target, drafters.values())
+    with stage("looking for the questions in what the methods were made of"):
+        seen = seen_before(asked, target, drafters.values())
     drawing = {"sampling": sampling, "seed": options.seed}
     kinds = dict.fromkeys(drafters, "method") | dict.fromkeys(baselines, "peer")
     known, by_batch, on_gpu = facts(options, target, len(asked)), {}, target.device.type == "cuda"
@@ -118,12 +121,14 @@ def measure(
         "datastores": {name: str(folder) for name, folder in stores.items()},
         "seen": seen,
     }
-    write_report(run.path / "report.html", results, [dataclasses.asdict(row) for row in rows])
+    with stage("writing the report"):
+        write_report(run.path / "report.html", results, [dataclasses.asdict(row) for row in rows])
     run.finish(results)
     console = Console(width=None if sys.stdout.isatty() else TABLE_COLUMNS)
     for part in terminal_tables(results, console.width):
         console.print(part, "")
     console.print(f"{run.path}/results.json, questions.jsonl, report.html", style="dim")
+    say_next("report", {"runs": run.path.parent, "out": "report.html"})
 
 
 def batch_sizes(options: Bench) -> list[int]:
@@ -157,7 +162,7 @@ def check(options: Bench) -> None:
     """Raise UserError where options contradict each other."""
     for name in names(options.peers):
         if name not in BASELINES:
-            raise UserError(f"peers={name} is unknown; choose among {', '.join(BASELINES)}")
+            raise UserError(f"peers={name} is unknown{nearest(name, BASELINES)}; choose among {', '.join(BASELINES)}")
     if not batch_sizes(options):
         raise UserError("batch_size=[] is empty; give a number of rows, or several such as [1,16,64]")
     for size in batch_sizes(options):

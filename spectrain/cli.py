@@ -10,19 +10,18 @@ that Hydra group (`corpus=stdlib`). `method=<exported folder>` is the method tha
 from __future__ import annotations
 
 import contextlib
-import difflib
-import importlib
+import importlib.metadata
 import io
 import json
 import logging
 import os
 import re
+import runpy
 import shlex
 import sys
 import time
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
-from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -33,20 +32,20 @@ from hydra.errors import HydraException, OverrideParseException
 from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import MissingMandatoryValue, OmegaConfBaseException
-from rich.console import Console
-from rich.table import Table
 
 from spectrain import config
-from spectrain.config import COMMANDS, conf_dir, papers
-from spectrain.errors import AllRanksError, FinishedRun, LostRankError, UserError
+from spectrain.config import COMMANDS, conf_dir, help, papers
+from spectrain.errors import AllRanksError, FinishedRun, LostRankError, UserError, nearest
 from spectrain.stores.files import naming_a_full_disk
 from spectrain.stores.signals import EXIT_CODES, SIGNALS, Terminated
+from spectrain.terminal import stage
 
 if TYPE_CHECKING:
     from spectrain.decoding import TargetModel
 
 log = logging.getLogger(__name__)
 
+HELP = {"-h", "--help"}
 RANK_ZERO_SPEAKS_WITHIN_S = 5.0
 SHORTHANDS = {"target": "target.path", "corpus": "corpus.path"}
 FREE_TEXT = ("prompt",)
@@ -64,14 +63,35 @@ UNHELPFUL_WARNINGS = (
 )
 
 
+def main() -> None:
+    """Run `spectrain COMMAND name=value ...` as `python -m spectrain.COMMAND name=value ...` does.
+
+    Without a command, list all of them.
+    """
+    name, *arguments = sys.argv[1:] or ["--help"]
+    if name in HELP:
+        with one_sentence("spectrain"):
+            help.show_commands()
+    elif name == "--version":
+        print(importlib.metadata.version("spectrain"))
+    elif name in COMMANDS:
+        sys.argv[1:] = arguments
+        # As Python's own -m, so that Lightning starts the other ranks of a training the same way.
+        runpy.run_module(config.module_of(name), run_name="__main__", alter_sys=True)
+    else:
+        print(f"error: unknown command: {name}{nearest(name, COMMANDS)}; spectrain lists all commands", file=sys.stderr)
+        raise SystemExit(2)
+
+
 def run(module: str) -> None:
     """Run the command of a module, such as "spectrain.bench".
 
     Wrong use is one sentence and exit code 2; Ctrl-C is one sentence and 130, SIGTERM 143.
     """
     name, arguments = module.rpartition(".")[2], sys.argv[1:]
-    if {"-h", "--help"} & set(arguments):
-        show_help(module, name, arguments)
+    if HELP & set(arguments):
+        with one_sentence(name):
+            help.show_options(name, arguments)
         raise SystemExit
     config.TYPED_COMMAND.set(shlex.join(["python", "-m", module, *arguments]))
     os.environ.setdefault("HYDRA_FULL_ERROR", "1")  # Hydra raises its errors then, where it would print them
@@ -83,7 +103,8 @@ def run(module: str) -> None:
         with one_sentence(name, failed if in_multirun() else None):  # within it: Hydra would print an error of its own
             try:
                 options = config.options_of(name, cfg)
-                main = importlib.import_module(module).main
+                with stage("starting"):
+                    main = importlib.import_module(module).main
                 quiet_libraries()
                 settle_dtype(options)
                 main(options)
@@ -100,25 +121,6 @@ def run(module: str) -> None:
             leave_ranks()
         if failed:
             raise UserError(f"{len(failed)} of the jobs failed: {'; '.join(failed)}")
-
-
-def show_help(module: str, name: str, arguments: Sequence[str]) -> None:
-    """Print what a command is for, and each option with its default and meaning, those of `+exp=` included."""
-    kind, groups = COMMANDS[name]
-    table = Table(box=None, padding=(0, 2, 0, 0), show_header=False)
-    chosen = [config.GROUPS.get(("exp", argument.removeprefix("+exp="))) for argument in arguments]
-    for option in chain.from_iterable(map(config.described, [kind, *filter(None, chosen)])):
-        table.add_row(option.name, option.default, option.help)
-    console = Console(highlight=False)
-    console.print(f"python -m {module} name=value ...\n\n{kind.__doc__}\n")
-    console.print(table)
-    for group in [*groups, *(["recipe"] if name == "train" else [])]:
-        files = sorted(file.stem for file in (conf_dir() / group).glob("*.yaml"))
-        known = [file for of, file in config.GROUPS if of == group]
-        console.print(f"{group}={'|'.join(dict.fromkeys([*known, *files]))}", soft_wrap=True)
-    if of_papers := [paper for paper, found in papers.papers_of(name).items() if found]:
-        console.print(f"paper={'|'.join(of_papers)}: as in the paper (docs/papers.md)", soft_wrap=True)
-    console.print("-m runs a sweep over name=value1,value2; --cfg job prints all values")
 
 
 def expand_shorthands(arguments: Sequence[str], name: str) -> list[str]:
@@ -286,11 +288,11 @@ def hydra_sentence(error: HydraException, name: str, arguments: list[str]) -> st
         wrong = found[1]
         if is_group(wrong) and "defaults list" in text:
             return f"{wrong} must be written with a plus sign here: +{wrong}=..."
-        near = difflib.get_close_matches(wrong, option_names(name, arguments), n=1, cutoff=0.5)
-        return f"unknown option: {wrong}; {f'did you mean {near[0]}?' if near else '--help lists all options'}"
+        return f"unknown option: {wrong}{nearest(wrong, option_names(name, arguments)) or '; --help lists all options'}"
     options = r"Could not find '([^']+)/([^'/]+)'\s+Available options in '[^']+':\s+(.*?)\s*Config"
     if found := re.search(options, text, re.DOTALL):
-        return f"{found[1]}={found[2]} is unknown; choose among {', '.join(found[3].split())}"
+        known = found[3].split()
+        return f"{found[1]}={found[2]} is unknown{nearest(found[2], known)}; choose among {', '.join(known)}"
     if isinstance(error, OverrideParseException):
         first = text.removeprefix("Error parsing override ").splitlines()[0]
         return f"{first} cannot be read as an option; write name=value, and quote values with special characters"
@@ -407,7 +409,8 @@ def open_target(
         if (tables := open_tables(Path(path), chosen.dtype, device)) is not None:
             return tables
     options = {"engine": chosen.engine, "graphs": chosen.graphs, "compile": chosen.compile, "tp": chosen.tp}
-    target = load_target(path, chosen.dtype, device, chosen.parallel, **options)
+    with stage(f"loading {chosen.path}", shown=Path(path).is_dir()):  # downloads have bars of their own
+        target = load_target(path, chosen.dtype, device, chosen.parallel, **options)
     if target.device.type == "cpu" and is_emulated(target.dtype) and rank() == 0:
         log.warning("this processor computes %s slowly; target.dtype=float32 is faster here", chosen.dtype)
     return target

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 from collections.abc import Iterable
 
 
@@ -60,4 +61,10 @@ def check_choice(name: str, value: object, choices: Iterable[str]) -> None:
     """Raise UserError unless the option `name` has one of these values."""
     choices = list(choices)
     if value not in choices:
-        raise UserError(f"{name}={value} must be one of {', '.join(choices)}")
+        raise UserError(f"{name}={value} must be one of {', '.join(choices)}{nearest(value, choices)}")
+
+
+def nearest(word: object, known: Iterable[str]) -> str:
+    """Return "; did you mean ...?" with the known word that is most like a wrong one, or "" if none is."""
+    near = difflib.get_close_matches(str(word), list(known), n=1, cutoff=0.5)
+    return f"; did you mean {near[0]}?" if near else ""

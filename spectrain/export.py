@@ -24,14 +24,17 @@ from pathlib import Path
 from spectrain.cli import open_target
 from spectrain.config.commands import Export
 from spectrain.errors import UserError
+from spectrain.models.artifacts import is_export, read_manifest
 from spectrain.serving.exporting import lookup_export, run_export, write_export, write_lookup
 from spectrain.stores.folder import locked, refuse_existing, write_folder
 from spectrain.stores.locations import BUNDLED
+from spectrain.terminal import PROMPTS, say_next, stage
 from spectrain.training.runs import RunFolder
 
 log = logging.getLogger(__name__)
 
 EXPORTED = Path("exported")  # where folders go without out=
+CHAT_TEMPLATE = "chat_template.jinja"  # beside the tokenizer of a chat model
 
 
 def main(options: Export) -> None:
@@ -41,8 +44,15 @@ def main(options: Export) -> None:
     out, write = of_run(options) if options.run is not None else of_lookup(options)
     with locked(out, otherwise=", or give another out"):
         refuse_existing(out)
-        write_folder(out, partial(write, out=out))
-    log.info("exported to %s", out)
+        with stage("exporting"):
+            write_folder(out, partial(write, out=out))
+    log.info("exported to %s, whose README.md says how other engines open it", out)
+    prompt = PROMPTS[(out / CHAT_TEMPLATE).is_file()]
+    if is_export(out):
+        folder = out if out.parent != Path() else f"./{out}"  # a method with a slash is a folder
+        say_next("generate", {"method": folder, "target": read_manifest(out).target, "prompt": prompt})
+    else:
+        say_next("generate", {"method": "pld", "target": out, "prompt": prompt})
 
 
 def of_run(options: Export) -> tuple[Path, Callable[..., None]]:

@@ -1,6 +1,7 @@
 """Stream one continuation and say what speculation gained.
 
     python -m spectrain.generate method=spire prompt="def read_config(path):"
+    python -m spectrain.generate method=auto target=smollm2 prompt="Explain what a draft model is."
 
 Tokens that were drafted and accepted are coloured by where they came from; the target drew the others itself.
 """
@@ -28,7 +29,9 @@ from spectrain.measure.results import shares_of
 from spectrain.measure.statistics import decode_s
 from spectrain.methods.autoregressive import Autoregressive
 from spectrain.methods.registry import build_configured
+from spectrain.stores.environment import OtherWork, is_disturbed
 from spectrain.stores.prompts import conversation_ids
+from spectrain.terminal import say_next, stage
 
 COLOURS = {
     Source.FORWARD: "cyan",
@@ -46,7 +49,8 @@ def main(options: Generate) -> None:
         raise UserError('prompt is empty; give prompt="some text"')
     sampling = Sampling(**vars(options.sampling))
     target = open_target(options.target, all_ranks=True)
-    drafter = build_configured(options, target, sampling)
+    with stage("opening the method"):
+        drafter = build_configured(options, target, sampling)
     decode = partial(
         stream,
         target,
@@ -55,14 +59,15 @@ def main(options: Generate) -> None:
         sampling=sampling,
         seed=options.seed,
         verification=options.verification,
-        stop=tuple(options.stop_strings),
+        stop=tuple(options.stop),
     )
     console, pieces = (
         Console(highlight=False, soft_wrap=True, quiet=not target.leads),
         Pieces(target.tokenizer, target.eos_ids),
     )
     steps = decode(drafter)
-    first = next(steps)  # before anything is printed: a prompt that is refused is one sentence
+    with stage("reading the prompt"):
+        first = next(steps)  # before anything is printed: a prompt that is refused is one sentence
     is_chat = options.chat is not False and target.tokenizer.chat_template is not None
     console.print(Text(options.prompt, style="dim"), end="\n\n" if is_chat else "")
     for step in chain([first], steps):
@@ -77,14 +82,21 @@ def main(options: Generate) -> None:
     if options.baseline:
         # The median of runs without streaming. The two take turns, so that a drifting machine hurts both.
         rates: dict[str, list[float]] = {"ours": [], "plain": []}
-        for _ in range(TIMED_RUNS):
-            for name, one in (("ours", drafter), ("plain", Autoregressive())):
+        others = OtherWork()
+        with stage("the same without streaming, beside plain decoding", 2 * TIMED_RUNS) as advance:
+            for name, one in [("ours", drafter), ("plain", Autoregressive())] * TIMED_RUNS:
                 *_, last = decode(one)
                 rates[name].append(len(last.generation.tokens) / decode_s(last.generation))
+                advance()
         ours, plain = (median(values) for values in rates.values())
         console.print(f"{ours:.0f} tokens/s, {ours / plain:.2f}x autoregressive decoding ({plain:.0f} tokens/s)")
+        if is_disturbed(share := others.share()):
+            console.print(f"timed beside other work, which took {share:.0%} of the processor's time", style="yellow")
     if drafter.why_plain is not None:
         console.print(drafter.why_plain)
+    if target.leads:
+        made_of = {name: getattr(options, name) for name in ("drafter", "head", "datastore")}
+        say_next("bench", {"methods": "all", "target": options.target.path, **made_of, "limit": 8})
 
 
 def summary(generation: Generation) -> str:

@@ -22,6 +22,7 @@ from spectrain.errors import UserError
 from spectrain.measure.report import GENERATOR, render, sections_below
 from spectrain.stores.environment import date_now
 from spectrain.stores.files import write_whole
+from spectrain.terminal import stage
 
 HEAD_CHARACTERS = 2000  # of a page: within them it says what wrote it
 
@@ -30,7 +31,8 @@ def main(options: Report) -> None:
     roots = [Path(name) for name in (options.runs if isinstance(options.runs, list) else [options.runs])]
     out = Path(options.out)
     check(roots, out, options.fresh)
-    sections, left_out = sections_below(roots)
+    with stage("reading runs"):
+        sections, left_out = sections_below(roots)
     if not sections:
         why = next((f"; {path} cannot be read ({reason})" for path, reason in left_out.items()), "")
         raise UserError(f"runs={', '.join(map(str, roots))} holds no run that could be shown{why}; give another folder")

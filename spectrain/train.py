@@ -4,6 +4,8 @@
     python -m spectrain.train +exp=vanilla    # small ordinary draft model (Leviathan et al. 2023)
     python -m spectrain.train +exp=specdecpp  # acceptance head of a drafter (SpecDec++, Huang et al. 2024)
     python -m spectrain.train +exp=target     # the bundled target itself
+    python -m spectrain.train +exp=spire target=smollm2 corpus=chats.json hours=2
+    python -m spectrain.train +exp=spire plan=true   # what it will take; nothing is started
 
 The same command resumes an interrupted run. Any option is an override: `k=6 window_tokens=128 target=<folder>`.
 
@@ -44,6 +46,7 @@ from spectrain.methods.autoregressive import Autoregressive
 from spectrain.methods.speculative import build as build_speculative
 from spectrain.models.kinds import about
 from spectrain.serving.exporting import Export, tokens_of, write_export
+from spectrain.terminal import PROMPTS, say_next, stage
 from spectrain.training.base import Experiment, Parts
 from spectrain.training.callbacks import UNKNOWN_STEPS
 from spectrain.training.fit import final_metrics, fit, target_device
@@ -122,7 +125,8 @@ def steps_of(run: RunFolder, experiment: Experiment, parts: Parts) -> int:
 
 def show_plan(config: dict) -> None:
     """Print what a training takes; with plan=true also what its drafter will gain."""
-    plan, machine = plan_for(config)
+    with stage("planning"):
+        plan, machine = plan_for(config)
     if not config["plan"]:
         log.info("%s", plan.sentence(machine))
         return
@@ -172,12 +176,14 @@ def finish(options: Train, trainer: Trainer, export: Export, parts: Parts) -> No
     if bins := getattr(parts.module.sums, "bins", None):
         result["reliability"] = bins
         drawn["eval/calibration"] = calibration({"head": bins})
-    out = run.export(options.out, partial(write_export, export=export))
-    drawn |= {f"plots/{name}": figure for name, figure in training_pictures(run.curve()).items()}
-    pictures = {name: run.path / f"{Path(name).name}.png" for name in drawn}
-    for name, file in pictures.items():
-        write_png(drawn[name], file)
-    publish(trainer, run, result, out, about(export.experiment.exports).option, pictures)
+    kind = about(export.experiment.exports)
+    with stage("exporting, and drawing its curves"):
+        out = run.export(options.out, partial(write_export, export=export))
+        drawn |= {f"plots/{name}": figure for name, figure in training_pictures(run.curve()).items()}
+        pictures = {name: run.path / f"{Path(name).name}.png" for name in drawn}
+        for name, file in pictures.items():
+            write_png(drawn[name], file)
+        publish(trainer, run, result, out, kind.option, pictures)
     run.finish(result)
     Console().print(f"exported to {out}", highlight=False)
     if bins:
@@ -185,3 +191,9 @@ def finish(options: Train, trainer: Trainer, export: Export, parts: Parts) -> No
             f"acceptance head, labels of {run.source['rows'][0]} warped for {parts.module.facts.sampling.describe()}"
         )
         show([(labels, head_table(result["metrics"]))], columns=100, files=f"{run.path}/calibration.png")
+    if kind.method is None:
+        say_next("train", {"+exp": "spire", "target": out})
+    else:
+        prompt = PROMPTS[export.experiment.target.tokenizer.chat_template is not None]
+        decoding = {"method": kind.method, kind.option: out, "target": run.target.path, "prompt": prompt}
+        say_next("generate", decoding)

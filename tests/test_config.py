@@ -100,7 +100,7 @@ def test_every_option_says_what_it_means(name):
         ("generate", "target.dtype=half", "target.dtype=half must be one of auto, float32, bfloat16, float16"),
         ("generate", "sampling.top_p=2", "sampling.top_p=2.0 must be a number above 0 and at most 1"),
         ("generate", "chat=maybe", "chat=maybe must be true or false, or auto"),
-        ("generate", "stop_strings=x", "stop_strings=x must be a list, with each value a text"),
+        ("generate", "stop=x", "stop=x must be a list, with each value a text"),
         ("bench", "max_nodes=1", "max_nodes=1 must be a whole number of at least 2, or auto or paper, or null"),
         ("bench", "methods=5", "methods=5 must be a name or a list of names"),
         ("train", "+exp=spire tau.context_tokens=[[1]]", "tau.context_tokens=[[1]] must be a list, with each value a"),

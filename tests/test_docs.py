@@ -9,11 +9,14 @@ from pathlib import Path
 import pytest
 
 from spectrain.cli import composed
-from spectrain.config import options_of
+from spectrain.config import COMMANDS, options_of
 
 ROOT = Path(__file__).parent.parent
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
-COMMAND = re.compile(r"-m (?:spectrain|data_prep)\.(\w+)((?: [^|`#\n]*)?)")
+COMMAND = re.compile(
+    rf"(?:-m (?:spectrain|data_prep)\.(?=\w)|(?:^ *|`)spectrain (?=(?:{'|'.join(COMMANDS)})\b))(\w+)((?: [^|`#\n]*)?)",
+    re.MULTILINE,
+)
 
 
 def commands() -> list[str]:

@@ -38,6 +38,7 @@ COMMANDS: dict[str, tuple[type, dict[str, str | None]]] = {
     "export": (commands.Export, {"method": None}),
     "report": (commands.Report, {}),
     "cost": (commands.Cost, {"hardware": "h100"}),
+    "doctor": (commands.Doctor, {}),
     "train": (
         training.Train,
         {
@@ -50,6 +51,12 @@ COMMANDS: dict[str, tuple[type, dict[str, str | None]]] = {
             "hardware": None,
         },
     ),
+}
+PURPOSES = {  # what users want, with the commands for it; `spectrain` lists them so
+    "make a model answer faster": ("recommend", "chat", "generate", "serve"),
+    "train a draft model for it": ("train", "export"),
+    "measure": ("bench", "report", "cost", "doctor"),
+    "prepare targets and data": ("target", "responses", "activations", "acceptance", "datastore"),
 }
 GROUPS = {  # files of groups that are classes
     ("target", "bundled"): commands.Target,
@@ -96,6 +103,11 @@ def options_of(command: str, cfg: DictConfig) -> object:
     data = GROUPS.get(("data", values["data"]["source"]), training.Online)
     options = typed({name: value for name, value in values.items() if name != "data"}, kind)
     return replace(options, data=asdict(typed(values["data"], data, "data.")), own=own)
+
+
+def module_of(command: str) -> str:
+    """Return the module that runs a command, as Python names it."""
+    return f"spectrain.{command}" if (PACKAGE / f"{command}.py").is_file() else f"data_prep.{command}"
 
 
 def paths_of(command: str) -> set[str]:

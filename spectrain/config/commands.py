@@ -13,7 +13,14 @@ from spectrain.errors import UserError
 
 @dataclass
 class Target:
-    path: str = option("pystdlib-8l", "a bundled checkpoint, smollm2, a folder, or an id on the hub", path=True)
+    """The model whose text is decoded."""
+
+    path: str = option(
+        "pystdlib-8l",
+        "a bundled checkpoint, smollm2, a folder, or an id on the hub",
+        path=True,
+        example="target=smollm2",
+    )
     dtype: str = option(
         "auto",
         "of its weights and activations; auto: the checkpoint's on a GPU, float32 on a CPU",
@@ -48,7 +55,9 @@ class Target:
 
 @dataclass
 class Sampling:
-    temperature: float = option(0.0, "0: greedy", least=0)
+    """How tokens are drawn."""
+
+    temperature: float = option(0.0, "0: greedy", least=0, example="sampling.temperature=0.8")
     top_k: int = option(0, "0: off", least=0)
     top_p: float = option(1.0, "1: off", above=0, most=1)
     min_p: float = option(0.0, "0: off", least=0, below=1)
@@ -62,12 +71,15 @@ class Sampling:
 
 @dataclass
 class Corpus:
+    """Chats, prose or source code that is learned from."""
+
     path: Any = option(
         None,
         "a file or folder of chat data, prose or source code, a saved dataset, an id on the hub, responses:<folder>, "
         "or several of these in a list; null: the sources of Python's standard library",
         several=True,
         path=True,
+        example="corpus=chats.json",
     )
     weights: list[float] | None = option(
         None, "of the paths, in their order: how often each document is read, 0.5 for half of them", above=0
@@ -133,7 +145,7 @@ class Server:
 VERIFICATION = option(
     "block", "how drafts that were drawn are verified; token: as in the papers", one_of=("block", "token")
 )
-CHAT = option("auto", "auto: use the tokenizer's chat template if it has one", one_of=("auto",))
+CHAT = option("auto", "ask by the tokenizer's chat template; auto: if it has one", one_of=("auto",))
 BATCH_TOKENS = option(8192, "per forward, padding included; at least one row", least=1)
 SEED = option(0, "prompt i draws from a generator seeded by (seed, i)", least=0, most=2**32 - 1)
 
@@ -148,7 +160,7 @@ class Generate(Artifacts):
     sampling: Sampling = group(Sampling)
     chat: bool | str = CHAT
     max_new_tokens: int = option(160, "the most tokens of the continuation", least=1)
-    stop_strings: list[str] = option([], "the text ends with the token that completes one of these")
+    stop: list[str] = option([], "the text ends with the token that completes one of these", example="stop=[END]")
     verification: str = VERIFICATION
     seed: int = SEED
     baseline: bool = option(True, "true: also decode plainly, to show the speedup")
@@ -159,7 +171,9 @@ class Bench(Artifacts, Built):
     """Measure methods side by side on the same questions."""
 
     kind: str = "bench"
-    methods: Any = option("all", "all, or names of conf/method/, of variants, and exported folders", several=True)
+    methods: Any = option(
+        "all", "all, or names of methods, of variants, and exported folders", several=True, example="methods=[pld,auto]"
+    )
     method: dict[str, Any] | None = option(
         None, "method=<name> method.<option>=...: measure this one, for sweeps over its options; null: methods"
     )
@@ -207,7 +221,7 @@ class Responses(Artifacts, Built, Server):
     target: Target = group(Target)
     sampling: Sampling = group(Sampling)
     max_new_tokens: int = option(512, "the most tokens per response, as in SpecDec++", least=1)
-    stop_strings: list[str] = option([], "a response ends with the token that completes one of these")
+    stop: list[str] = option([], "a response ends with the token that completes one of these", example="stop=[END]")
     seed: int = SEED
     source: str = option(
         "loop", "the target answers in our loop, or an OpenAI-compatible server does", one_of=("loop", "server")
@@ -310,7 +324,9 @@ class MakeTarget(Built):
 
 @dataclass
 class Named:
-    path: str | None = option(None, "folder or hub id, of which only the config is read", path=True)
+    """A model of which only the config is read."""
+
+    path: str | None = option(None, "folder or hub id", path=True)
 
 
 @dataclass
@@ -399,3 +415,8 @@ class Cost:
     batch: list[int] = option([1, 4, 16, 64], "rows decoded together", least=1)
     context_tokens: list[int] = option([512, 2048, 8192, 32768], "lengths of the context", least=1)
     out: str | None = option(None, "folder for cost.json; null: only the table is printed", path=True)
+
+
+@dataclass
+class Doctor:
+    """Say what this machine has to decode and train with, and what is wrong with it."""

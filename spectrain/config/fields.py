@@ -10,12 +10,13 @@ import dataclasses
 import typing
 from collections.abc import Iterator, Mapping
 from dataclasses import field
+from itertools import chain
 from typing import Any, NamedTuple, TypeVar
 
 from omegaconf import MISSING, OmegaConf
 from omegaconf.errors import ConfigTypeError, ValidationError
 
-from spectrain.errors import UserError
+from spectrain.errors import UserError, nearest
 
 SHOWN_CHARACTERS = 80  # of a refused value
 WORDS = {bool: "true or false", int: "a whole number", float: "a number", str: "a text", type(None): "null"}
@@ -29,7 +30,7 @@ def option(default: object, help: str, **limits: object) -> Any:
         default: a list is copied for each object.
         help: what it is, with its unit.
         **limits: `least`, `most`, `above`, `below` of a number (of each one in a list), `one_of` for texts, `path` for
-            paths, which are taken as typed, and `several` for a name or a list of names.
+            paths, which are taken as typed, `several` for a name or a list of names, and `example`, as it is typed.
     """
     metadata = {"help": help, **limits}
     if isinstance(default, list):
@@ -67,7 +68,8 @@ def typed(values: Mapping, kind: type[Options], prefix: str = "") -> Options:
     """
     unknown = [name for name in values if name not in names_of(kind)]
     if unknown:
-        raise UserError(f"unknown option: {prefix}{unknown[0]}; --help lists all options")
+        near = nearest(unknown[0], names_of(kind)) or "; --help lists all options"
+        raise UserError(f"unknown option: {prefix}{unknown[0]}{near}")
     try:
         options = OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(kind), _literal(values)))
     except (ValidationError, ConfigTypeError) as error:
@@ -76,7 +78,8 @@ def typed(values: Mapping, kind: type[Options], prefix: str = "") -> Options:
         raise UserError(f"{prefix}{name}={value} must be {words(*_field_at(kind, name))}") from error
     for name, one, hint, value in _walk(options):
         if value is not None and not fits(value, one.metadata):
-            raise UserError(f"{prefix}{name}={shown(value)} must be {words(one, hint)}")
+            near = nearest(value, one.metadata.get("one_of", ()))
+            raise UserError(f"{prefix}{name}={shown(value)} must be {words(one, hint)}{near}")
     return options
 
 
@@ -106,9 +109,18 @@ def described(kind: type) -> Iterator[Described]:
             yield from (Described(f"{name}.{each.name}", *each[1:]) for each in described(inner))
         elif "help" in one.metadata:
             default = one.default_factory() if one.default is dataclasses.MISSING else one.default
-            choices = " | ".join(one.metadata.get("one_of", ()))
-            meaning = f"{choices}: {one.metadata['help']}" if choices else one.metadata["help"]
-            yield Described(name, "" if default == MISSING else shown(default), meaning)
+            others = {bool: ["true", "false"], int: ["a number"], float: ["a number"]}
+            choices = [*chain.from_iterable(others.get(of, []) for of in typing.get_args(hint))]
+            choices += one.metadata.get("one_of", ())
+            meaning = f"{' | '.join(choices)}: " if "one_of" in one.metadata else ""
+            meaning += one.metadata["help"]
+            meaning += f" ({one.metadata['example']})" if "example" in one.metadata else ""
+            yield Described(name, "..." if default == MISSING else shown(default), meaning)
+
+
+def groups_of(kind: type) -> dict[str, type]:
+    """Return the classes of a class's groups of options, by name."""
+    return {name: inner for name, (_, hint) in _fields(kind).items() if (inner := _group_of(hint))}
 
 
 def path_options(kind: type, prefix: str = "") -> set[str]:

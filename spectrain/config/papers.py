@@ -13,7 +13,7 @@ from hydra.core.config_store import ConfigStore
 from omegaconf import OmegaConf
 
 from spectrain.config import COMMANDS, conf_dir
-from spectrain.errors import UserError
+from spectrain.errors import UserError, nearest
 
 
 def papers_of(command: str) -> dict[str, list[str]]:
@@ -33,7 +33,7 @@ def with_paper(arguments: list[str], command: str) -> list[str]:
         return arguments
     arguments = [one for one in arguments if one.lstrip("+").partition("=")[0] != "paper"]
     if paper not in (found := papers_of(command)):
-        raise UserError(f"paper={paper} is unknown; choose among {', '.join(found)}")
+        raise UserError(f"paper={paper} is unknown{nearest(paper, found)}; choose among {', '.join(found)}")
     file = OmegaConf.to_container(OmegaConf.load(conf_dir() / "papers" / f"{paper}.yaml"))
     methods, asked = file.pop("methods"), f"{command} +exp={chosen['exp']}" if "exp" in chosen else command
     if command == "train" and asked == command and found[paper]:

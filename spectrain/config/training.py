@@ -16,6 +16,8 @@ from spectrain.config.fields import always, group, option
 
 @dataclass
 class Data:
+    """Where the rows of a training come from."""
+
     source: str = MISSING
     row_tokens: int | None = option(None, "L, of a row; null: 1024, or fewer where the text is little", least=2)
     batch_size: int | None = option(
@@ -31,7 +33,7 @@ class Data:
 
 @dataclass
 class Online(Data):
-    """The frozen models run inside the training step."""
+    """The frozen models run inside the training step, on rows of the corpus."""
 
     _target_: str = "spectrain.training.sources.Online"
     source: str = "online"
@@ -72,7 +74,7 @@ class Optimizer:
 
 @dataclass
 class Trainer:
-    """What of Lightning's Trainer is checked here; a `trainer` node may hold its other arguments, too."""
+    """Arguments of lightning.Trainer, of which these are checked here."""
 
     accelerator: str = option("auto", "auto | cpu | gpu")
     num_nodes: int = option(1, "machines", least=1)
@@ -125,7 +127,7 @@ class Workload:
 class Train:
     """Train a drafter (+exp=spire, +exp=vanilla), an acceptance head (+exp=specdecpp), or a target (+exp=target)."""
 
-    kind: str = option("", "which training; +exp= sets it")
+    kind: str = ""  # +exp= sets it
     experiment: dict[str, Any] = group(dict)
     target: Target = group(Target)
     corpus: Corpus = group(Corpus)
@@ -133,7 +135,7 @@ class Train:
     trainer: dict[str, Any] = group(dict)
     logger: dict[str, Any] = group(dict)
     sampling: dict[str, Any] | None = option(
-        None, "+exp=specdecpp: how labels are warped; null: as the responses were drawn"
+        None, "of +exp=specdecpp: how labels are warped; null: as the responses were drawn"
     )
     seed: int = SEED
     run_dir: str | None = option(None, "null: runs/<kind>-<hash of the options>. The same command resumes", path=True)

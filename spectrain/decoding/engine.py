@@ -165,7 +165,7 @@ class Engine:
         if request.stop and self.target.tokenizer is None:
             raise UserError("stop needs the target's tokenizer; load the target with one, or use stop_token_ids")
         number, self._n_requests = self._n_requests, self._n_requests + 1
-        ending = replace(self._ending, stop_strings=tuple(request.stop), tokenizer=self.target.tokenizer)
+        ending = replace(self._ending, stop=tuple(request.stop), tokenizer=self.target.tokenizer)
         sampling = replace(Sampling() if request.sampling.greedy else request.sampling, draws=self.draws)
         generator = row_generator(request.seed, request.number)
         return Row(number, request.prompt, request.max_new_tokens, sampling, generator, ending, request.logprobs)

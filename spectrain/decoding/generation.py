@@ -85,7 +85,7 @@ class Ending:
 
     eos_ids: frozenset[int]
     stop_ids: frozenset[int]
-    stop_strings: tuple[str, ...]
+    stop: tuple[str, ...]
     tokenizer: PreTrainedTokenizerBase | None
 
     def cut(self, before: list[int], new: list[int]) -> tuple[list[int], str | None]:
@@ -95,16 +95,16 @@ class Ending:
             if token in self.stop_ids:
                 end, reason = i + 1, "eos" if token in self.eos_ids else "stop"
                 break
-        if self.stop_strings and self._in_text(before, new[:end]):
+        if self.stop and self._in_text(before, new[:end]):
             end = next(i for i in range(1, end + 1) if self._in_text(before, new[:i]))
             reason = "stop"
         return new[:end], reason
 
     def _in_text(self, before: list[int], new: list[int]) -> bool:
         # A token is at least a byte, so this tail is longer than any stop string that ends in a new token.
-        tail = 4 * max(map(len, self.stop_strings)) + 8
+        tail = 4 * max(map(len, self.stop)) + 8
         text = self.tokenizer.decode(before[-tail:] + new)
-        return any(stop in text for stop in self.stop_strings)
+        return any(stop in text for stop in self.stop)
 
 
 class Clock:

@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 import logging
-import sys
 import time
 import weakref
 from collections.abc import Callable, Collection
 
 import torch
-from rich.console import Console
-from rich.progress import track
 from torch import Tensor
 
 from spectrain.decoding.context import Context
@@ -23,6 +20,7 @@ from spectrain.decoding.target import TargetModel, TargetOutput
 from spectrain.decoding.tree import DraftTree, Source
 from spectrain.decoding.verify import Verified
 from spectrain.kernels import ROWS
+from spectrain.terminal import stage
 
 log = logging.getLogger(__name__)
 
@@ -48,25 +46,26 @@ def rehearse(
     began, before, n_before = time.perf_counter(), _reserved(target.device), target.graphs.n_prepared
     sizes = sorted({min(size, cache.max_rows) for size in (*ROWS, cache.max_rows)})
     room = min(cache.capacity, drafter.max_positions - 2 * PROMPT, target.max_positions - 2 * PROMPT)
-    quiet = not sys.stderr.isatty()
-    for size in track(sizes, "recording steps", console=Console(stderr=True), transient=True, disable=quiet):
-        prompt, never = [1 % target.vocab_size] * PROMPT, Ending(frozenset(), frozenset(), (), None)
-        with torch.inference_mode():
-            drafter.start(target, cache)
-        for way in drafter.rehearsals():
-            context = Context(sampling, target.device, size, stop_ids)
-            batch = batch_of(_Rehearsal(drafter, way), context)
-            rows = [Row(number, prompt, room, sampling, row_generator(0, number), never) for number in range(size)]
+    with stage("recording steps", len(sizes)) as advance:
+        for size in sizes:
+            prompt, never = [1 % target.vocab_size] * PROMPT, Ending(frozenset(), frozenset(), (), None)
             with torch.inference_mode():
-                lengths = torch.tensor([PROMPT] * size, device=target.device)
-                tokens, read = torch.tensor([prompt] * size).to(target.device), drafter.read_of_prompts(lengths)
-                output = target.prefill(tokens, [PROMPT] * size, cache, range(size), read)
-            batch.join(rows, output, 0.0)
-            for _ in range(CALLS):
-                batch.step()
-            with torch.inference_mode():
-                cache.clear()
                 drafter.start(target, cache)
+            for way in drafter.rehearsals():
+                context = Context(sampling, target.device, size, stop_ids)
+                batch = batch_of(_Rehearsal(drafter, way), context)
+                rows = [Row(number, prompt, room, sampling, row_generator(0, number), never) for number in range(size)]
+                with torch.inference_mode():
+                    lengths = torch.tensor([PROMPT] * size, device=target.device)
+                    tokens, read = torch.tensor([prompt] * size).to(target.device), drafter.read_of_prompts(lengths)
+                    output = target.prefill(tokens, [PROMPT] * size, cache, range(size), read)
+                batch.join(rows, output, 0.0)
+                for _ in range(CALLS):
+                    batch.step()
+                with torch.inference_mode():
+                    cache.clear()
+                    drafter.start(target, cache)
+            advance()
     target.graphs.rehearsed.add(known)
     if target.graphs.n_prepared > n_before:
         log.info(

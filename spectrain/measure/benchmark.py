@@ -12,12 +12,11 @@ import os
 import sys
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
 
 import torch
-from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TimeElapsedColumn, TimeRemainingColumn
 
 from spectrain.decoding import Generation, TargetModel
 from spectrain.decoding.engine import check_prompt
@@ -26,8 +25,10 @@ from spectrain.kernels import Graphs, n_compiled
 from spectrain.measure.results import QuestionRow, failed_row, question_row
 from spectrain.measure.traffic import loop_steps
 from spectrain.methods.seconds import n_timed
+from spectrain.stores.environment import OtherWork
 from spectrain.stores.files import RowFile
 from spectrain.stores.prompts import Question
+from spectrain.terminal import stage
 
 log = logging.getLogger(__name__)
 
@@ -62,14 +63,17 @@ class Benchmark:
         if done:
             log.info("%d of %d answers (one per question and method) are measured already", len(done), len(asked))
         if asked - done:
-            self.warm_up(done)
+            with stage("warming up"):
+                self.warm_up(done)
             # Searching for garbage among what torch and transformers loaded takes 0.4 s, in whichever answer it falls.
             gc.collect()
             gc.freeze()
         try:
-            for group in shown(self.groups(done), len(asked - done)):
-                for row in group:
-                    rows.append(row)
+            with stage("answers", len(asked - done)) as advance:  # one per question and method
+                for group in self.groups(done):
+                    for row in group:
+                        rows.append(row)
+                    advance(len(group), f"{len(rows.rows)} of {len(asked)}, {group[0].method}")
         finally:
             gc.unfreeze()
         return rows.rows
@@ -113,7 +117,7 @@ class Benchmark:
 
     def answer(self, name: str, numbers: Sequence[int], max_new_tokens: int) -> list[QuestionRow]:
         """Answer a few questions with one method. Errors are recorded: a night is not lost to one question."""
-        before = preparations(self.target)
+        before, other = preparations(self.target), OtherWork()
         try:
             rows = self._play(name, numbers, max_new_tokens)
         except Exception as error:
@@ -121,14 +125,14 @@ class Benchmark:
             log.warning("%s failed on %s%s: %s", name, self.questions[numbers[0]].id, others, error)
             log.debug("", exc_info=error)
             rows = [failed_row(self.questions[n], name, f"{type(error).__name__}: {error}") for n in numbers]
-        prepared = preparations(self.target) - before
+        other_work, prepared = other.share(), preparations(self.target) - before
         if self.strict and prepared:
             why = f"compiled inside the answer; {prepared} graphs, programs or tables were made while it was timed"
             rows = [
                 row if row.error else failed_row(self.questions[n], name, why)
                 for n, row in zip(numbers, rows, strict=True)
             ]
-        return [replace(row, batch_size=self.batch_size, prepared=prepared) for row in rows]
+        return [replace(row, batch_size=self.batch_size, prepared=prepared, other_work=other_work) for row in rows]
 
     def _play(self, name: str, numbers: Sequence[int], max_new_tokens: int) -> list[QuestionRow]:
         """Play all turns of a few questions, turn by turn."""
@@ -158,7 +162,7 @@ class Benchmark:
                     prompts[n].append(prompt)
                     replies[n].append(generation)
         peak_bytes = torch.cuda.max_memory_allocated(device) if device.type == "cuda" else resident_bytes()
-        decode = self.target.tokenizer.decode
+        decode = partial(self.target.tokenizer.decode, skip_special_tokens=True)
         return [
             failed.get(n) or question_row(self.questions[n], name, prompts[n], replies[n], decode, peak_bytes, steps[n])
             for n in numbers
@@ -178,17 +182,3 @@ def resident_bytes() -> int:
         return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
     except OSError:
         return 0
-
-
-def shown(groups: Iterator[Sequence[QuestionRow]], todo: int) -> Iterator[Sequence[QuestionRow]]:
-    """Pass groups on with a progress bar; where the output is no terminal, log a line now and then."""
-    times = (TimeElapsedColumn(), "left", TimeRemainingColumn())
-    columns = ("[progress.description]{task.description}", BarColumn(), MofNCompleteColumn(), *times)
-    with Progress(*columns, console=Console(stderr=True), disable=not sys.stderr.isatty()) as progress:
-        task, n_done = progress.add_task("answers", total=todo), 0
-        for group in groups:
-            progress.update(task, description=group[0].method.ljust(16), advance=len(group))
-            before, n_done = n_done, n_done + len(group)
-            if not sys.stderr.isatty() and n_done * 10 // todo > before * 10 // todo:
-                log.info("%d of %d answers, one per question and method", n_done, todo)
-            yield group

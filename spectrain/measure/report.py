@@ -136,6 +136,7 @@ def benchmark_section(title: str, results: Mapping, rows: Sequence[Mapping] = ()
         if methods[name].get("lossless") is False
     ]
     warnings += [f"{name}: {one['warning']}" for name, one in methods.items() if one.get("warning")]
+    warnings += tables.beside_others(methods)
     ran = [
         {"method": name, "ran": arm, "share of steps": percent(of.get("share"))}
         for name, one in methods.items()

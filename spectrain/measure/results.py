@@ -56,6 +56,7 @@ class QuestionRow:
     time_s: dict[str, float] = field(default_factory=dict)  # by stage
     seconds: float = 0.0  # all of it
     peak_memory_bytes: int = 0
+    other_work: float | None = None  # share of the processor's time that other processes took meanwhile
     prepared: int = 0  # how often something was compiled, recorded or timed during the answer
 
     @property
@@ -170,6 +171,7 @@ def _measures(rows: Sequence[QuestionRow], plain: Mapping[str, QuestionRow], dra
         "target_forwards": sum(forwards),
         "tokens_per_s_macro": float(np.mean(np.divide(tokens, seconds))) if rows else None,
         "peak_memory_bytes": max((r.peak_memory_bytes for r in rows), default=0),
+        "other_work": _mean([r.other_work for r in rows], seconds),
     }
     estimates = {
         "mean_accepted": acceptance_length([r.n_tokens - r.turns for r in rows], forwards),
@@ -183,6 +185,13 @@ def _measures(rows: Sequence[QuestionRow], plain: Mapping[str, QuestionRow], dra
     if drafts and sum(steps) < LEAST_DRAFTED * len(steps):
         return found | {"speedup": None, "speedup_ci95": None, "no_speedup": DID_NOT_DRAFT}
     return found | {"no_speedup": None}
+
+
+def _mean(values: Sequence[float | None], weights: Sequence[float]) -> float | None:
+    """Return the weighted mean of the values that are known; None: none is."""
+    known = [(value, weight) for value, weight in zip(values, weights, strict=True) if value is not None]
+    total = sum(weight for _, weight in known)
+    return sum(value * weight for value, weight in known) / total if total else None
 
 
 def _steps(rows: Sequence[QuestionRow]) -> dict:

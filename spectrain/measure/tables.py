@@ -21,6 +21,7 @@ from spectrain.measure.cost import Hardware, speedup_by_depth, tau_of_depth
 from spectrain.measure.plan import Machine, Plan
 from spectrain.measure.results import CONTEXTS, DID_NOT_DRAFT, LONGER
 from spectrain.methods.registry import BASELINE
+from spectrain.stores.environment import is_disturbed
 
 MISSING = "–"
 NUMBER = re.compile(rf"[-+]?[\d.]|{MISSING}|did not|$")  # how a cell begins that is no word
@@ -194,10 +195,18 @@ def terminal_table(results: Mapping, width: int = 100, title: str | None = None)
         for name, one in methods.items()
         for way, of in ((one.get("ran") or {}) if one.get("kind") == "peer" else {}).items()
     ]
+    notes += beside_others(methods)
     notes += [f"skipped {name}: {reason}" for name, reason in (results.get("skipped") or {}).items()]
     table = for_terminal(frame, notes, dim=BASELINE)
     table.title, table.title_justify = title, "left"
     return table
+
+
+def beside_others(methods: Mapping[str, Mapping]) -> list[str]:
+    """Say which methods were timed while other processes worked, in one sentence; none where none was."""
+    shares = {name: number(one.get("other_work")) for name, one in methods.items()}
+    found = [f"{name} {percent(share, 0)}" for name, share in shares.items() if is_disturbed(share)]
+    return [f"timed beside other work, which took this much of the processor's time: {', '.join(found)}"] * bool(found)
 
 
 def batches_table(batches: Mapping[str, Mapping[str, Mapping]]) -> DataFrame:

@@ -8,11 +8,13 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import asdict, dataclass
+from itertools import product
 from typing import NamedTuple
 
 from spectrain.decoding import Drafter, Generation, Sampling, TargetModel, generate
 from spectrain.errors import UserError
 from spectrain.measure.statistics import Estimate, acceptance_length, ratio_of_sums, speedup
+from spectrain.terminal import stage
 
 
 class Setting(NamedTuple):
@@ -116,9 +118,11 @@ def measure_tau(
     is how many tokens each method drafts.
     """
     tau: dict[str, dict[str, dict]] = {name: {} for name in drafters}
-    for setting in (Setting(length, t) for length in settings.context_tokens for t in settings.temperatures):
-        for name, drafter in drafters.items():
+    asked = [Setting(length, t) for length in settings.context_tokens for t in settings.temperatures]
+    with stage("measuring tau", len(asked) * len(drafters), target.leads) as advance:
+        for setting, (name, drafter) in product(asked, drafters.items()):
             tau[name][setting.name] = tau_of(target, drafter, rows, settings, setting, seed).as_json()
+            advance(1, f"{name}, {setting.name}")
     measured = asdict(settings) | {"contexts": len(rows[: settings.contexts])}
     measured["gamma"] = {name: drafter.gamma for name, drafter in drafters.items() if hasattr(drafter, "gamma")}
     return {"tau": tau, "settings": measured}
@@ -216,13 +220,15 @@ def _in_turns(
     """
     timed: dict[Hashable, list[Generation]] = {name: [] for name in turns}
     setting = Setting(settings.context_tokens[0], temperature)
-    for number, row in enumerate(rows[: settings.timed_contexts + 1]):
-        for name, (drafter, gamma) in turns.items():
+    rows = rows[: settings.timed_contexts + 1]
+    with stage(f"measuring speed, {setting.sampling}", len(rows) * len(turns), target.leads) as advance:
+        for (number, row), (name, (drafter, gamma)) in product(enumerate(rows), turns.items()):
             if gamma is not None:
                 drafter.gamma = gamma
             numbered = {"seed": seed, "first_number": number}
             generations = continue_rows(target, drafter, [row], setting, settings.new_tokens, 1, **numbered)
             timed[name] += generations if number > 0 else []  # the first is the warm-up
+            advance()
     return timed
 
 

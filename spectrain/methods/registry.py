@@ -25,7 +25,7 @@ from omegaconf import DictConfig, OmegaConf
 from spectrain.config import conf_dir
 from spectrain.config.commands import Bench, Generate, Responses
 from spectrain.decoding import Drafter, Sampling, TargetModel, fingerprint
-from spectrain.errors import UserError
+from spectrain.errors import UserError, nearest
 from spectrain.methods.auto import METHODS, Auto
 from spectrain.methods.budget import AUTO
 from spectrain.methods.folders import FOLDERS, artifact_kinds, check_taken, chosen_folder, given_artifacts
@@ -95,7 +95,10 @@ def method_configs(command: Bench, reserved: Collection[str] = ()) -> dict[str, 
         base = changes.pop("method", name)
         if name not in known:
             if not is_export(name):
-                raise UserError(f"methods={name} is unknown; choose among {', '.join(known)}, or all; or give a folder")
+                near = nearest(name, known)
+                raise UserError(
+                    f"methods={name} is unknown{near}; choose among {', '.join(known)}, or all; or give a folder"
+                )
             base, exported = decoded_by(Path(name))
         if base not in files:
             raise UserError(f"variants.{name} has method={base}, which is unknown; choose among {', '.join(files)}")
@@ -177,8 +180,8 @@ def _build_auto(asked: Sequence[str], target: TargetModel, artifacts: Mapping[st
     left_out: dict[str, list[str]] = {}  # names by the reason
     for name in asked or METHODS:
         if name not in method_names() or name == "auto":
-            known = (one for one in method_names() if one != "auto")
-            raise UserError(f"method.methods={name} is unknown; choose among {', '.join(known)}")
+            known = [one for one in method_names() if one != "auto"]
+            raise UserError(f"method.methods={name} is unknown{nearest(name, known)}; choose among {', '.join(known)}")
         if name == BASELINE or (not asked and any(name in METHODS[other] for other in found)):
             continue  # it is always one of them, or another one is as fast
         config = method_config(name)

@@ -35,6 +35,7 @@ from spectrain.stores.environment import cpu_name
 from spectrain.stores.files import from_json, load_json, write_json
 from spectrain.stores.folder import digest
 from spectrain.stores.locations import CHECKPOINTS
+from spectrain.terminal import stage
 
 log = logging.getLogger(__name__)
 
@@ -197,7 +198,8 @@ class Table:
             return found
         if key not in self.seconds:
             began = time.perf_counter()
-            self.seconds[key], problem = timed(target, sampling, n_rows, steps(target, sampling, n_rows))
+            with stage(f"timing {key}, once on this machine", shown=target.leads):
+                self.seconds[key], problem = timed(target, sampling, n_rows, steps(target, sampling, n_rows))
             log.info("timed %s in %.1f s", key, time.perf_counter() - began)
             if problem:
                 self.spoiled.add(key)

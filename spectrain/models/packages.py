@@ -32,6 +32,7 @@ from spectrain.errors import UserError
 from spectrain.stores.files import write_json
 from spectrain.stores.folder import MANIFEST, locked, sha256, write_folder
 from spectrain.stores.locations import CHECKPOINTS, MADE, bundled_folder
+from spectrain.terminal import stage
 
 UNQUANTIZED = {"F32", "F16"}  # types that lose something in bfloat16
 
@@ -132,7 +133,7 @@ def write_target(folder: Path, file: Path, called: str, origin: dict, dtype: str
         reader = GGUFReader(file)
         types = Counter(tensor.tensor_type.name for tensor in reader.tensors if len(tensor.shape) > 1)
         dtype = dtype or ("float32" if set(types) <= UNQUANTIZED else "bfloat16")
-        with quiet_transformers():
+        with quiet_transformers(), stage(f"converting {called}"):
             read = AutoModelForCausalLM.from_pretrained(**here, dtype=DTYPES[dtype], output_loading_info=True)
             tokenizer = AutoTokenizer.from_pretrained(**here)
     except Exception as error:  # gguf, transformers and tokenizers each raise their own types

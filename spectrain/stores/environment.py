@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.metadata
+import os
 import platform
 import socket
 import subprocess
@@ -14,6 +15,7 @@ import torch
 
 from spectrain.config import TYPED_COMMAND
 
+LEAST_DISTURBING = 0.05  # of the time of the cores, that other processes take
 LIBRARIES = ("torch", "lightning", "transformers", "deepspeed", "spectrain")
 
 
@@ -59,6 +61,37 @@ def cpu_name() -> str:
     lines = cpuinfo.read_text().splitlines() if cpuinfo.is_file() else []
     models = (line.split(":", 1)[1].strip() for line in lines if line.startswith("model name"))
     return next(models, platform.processor() or platform.machine())
+
+
+class OtherWork:
+    """The work of other processes on the cores that this one may use, from now on."""
+
+    def __init__(self) -> None:
+        self._before = self._seconds()
+
+    def share(self) -> float | None:
+        """Return the share of these cores' time that others took since the last call; None where no system tells it."""
+        before, self._before = self._before, self._seconds()
+        if before is None or self._before is None:
+            return None
+        (busy, own, whole) = (now - then for now, then in zip(self._before, before, strict=True))
+        return min(1.0, max(0.0, (busy - own) / max(whole, 1e-9)))
+
+    def _seconds(self) -> tuple[float, float, float] | None:
+        """Return the seconds in which the cores worked, those of this process, and all there were."""
+        try:
+            cores, ticks = os.sched_getaffinity(0), os.sysconf("SC_CLK_TCK")
+            lines = [line.split() for line in Path("/proc/stat").read_text().splitlines()]
+        except (AttributeError, OSError):
+            return None
+        # user, nice, system, idle, waiting for a disk, interrupts, the same in software, taken by the machine around it
+        worked = [sum(map(int, [*line[1:4], *line[6:9]])) for line in lines if line[0] in {f"cpu{n}" for n in cores}]
+        return sum(worked) / ticks, time.process_time(), time.monotonic() * len(cores)
+
+
+def is_disturbed(share: float | None) -> bool:
+    """Return whether other processes took so much of the time that seconds were measured beside other work."""
+    return share is not None and share >= LEAST_DISTURBING
 
 
 def version_of(library: str) -> str | None:

@@ -31,6 +31,7 @@ from spectrain.stores.packing import Packed, open_packed, pack
 from spectrain.stores.prompts import read_prompts
 from spectrain.stores.tables import HUB_TIMEOUT_S
 from spectrain.stores.texts import CORPUS_ADVICE, corpus_documents, files_of, is_remote
+from spectrain.terminal import stage
 
 log = logging.getLogger(__name__)
 
@@ -64,7 +65,7 @@ def corpus_rows(
             def write(temporary: Path) -> None:
                 pack(documents, tokenizer, row_tokens, *options, *facts, tally, temporary)
 
-            with naming_a_full_disk(folder.parent):
+            with naming_a_full_disk(folder.parent), stage(f"reading {corpus.name} and packing it into rows"):
                 write_folder(folder, write)
             log.info("rows are kept in %s", folder)
     packed = open_packed(folder)

@@ -6,19 +6,20 @@ import logging
 import math
 import signal
 import statistics
-import sys
 import time
 from collections.abc import Callable
+from contextlib import ExitStack
 from datetime import timedelta
 from itertools import pairwise
 from pathlib import Path
 
 from lightning import Callback, LightningModule, Trainer
-from lightning.pytorch.callbacks import ModelCheckpoint, TQDMProgressBar
+from lightning.pytorch.callbacks import ModelCheckpoint
 from torch import Tensor
 
 from spectrain.errors import AllRanksError
 from spectrain.stores.signals import SAID, SIGNALS
+from spectrain.terminal import stage
 from spectrain.training.checkpoints import PARTIAL, BestFolder, CheckpointFolder, remove
 from spectrain.training.strategies import share_of, whole_state
 
@@ -77,26 +78,28 @@ class StepsForHours(Callback):
         log.info("%d steps of %.2f s for hours=%g", steps, step_s, self.hours)
 
 
-class ProgressLines(Callback):
-    """Logs a line every `every_steps` steps with step, metrics and time left: the progress bar of a log file."""
+class ShowSteps(Callback):
+    """Shows how far the training is, and its metrics: on a terminal, or in the log now and then."""
 
-    def __init__(self, every_steps: int = 25) -> None:
-        self.every_steps = every_steps
-        self._start: tuple[int, float] | None = None
+    every_s = 1.0  # reading metrics waits for a GPU
+
+    def on_train_start(self, trainer: Trainer, module: LightningModule) -> None:
+        self._shown, self._step, self._read_s, self._note = ExitStack(), trainer.global_step, -math.inf, ""
+        total = None if trainer.max_steps == UNKNOWN_STEPS else trainer.max_steps - self._step
+        self._advance = self._shown.enter_context(stage("training", total))
 
     def on_train_batch_end(self, trainer: Trainer, module: LightningModule, outputs: object, batch: Tensor, batch_idx):
-        step, now_s = trainer.global_step, time.perf_counter()
-        if self._start is None:
-            self._start = (step, now_s)
-        elif step % self.every_steps == 0 and step > self._start[0]:
-            left_s = (now_s - self._start[1]) / (step - self._start[0]) * (trainer.max_steps - step)
-            metrics = "  ".join(f"{k} {float(v):.5g}" for k, v in trainer.progress_bar_metrics.items())
-            log.info("step %d/%d  %s  %.0f s left", step, trainer.max_steps, metrics, left_s)
+        steps, self._step = trainer.global_step - self._step, trainer.global_step
+        if time.monotonic() - self._read_s > self.every_s:
+            metrics = (f"{name} {float(value):.4g}" for name, value in trainer.progress_bar_metrics.items())
+            self._read_s, self._note = time.monotonic(), "  ".join([f"step {self._step}", *metrics])
+        self._advance(steps, self._note)
 
+    def on_train_end(self, trainer: Trainer, module: LightningModule) -> None:
+        self._shown.close()
 
-def progress() -> Callback:
-    """Lightning's progress bar on a terminal, and lines in a log file."""
-    return TQDMProgressBar(leave=True) if sys.stderr.isatty() else ProgressLines()
+    def on_exception(self, trainer: Trainer, module: LightningModule, exception: BaseException) -> None:
+        self._shown.close()
 
 
 class KeepBest(Callback):

@@ -8,15 +8,15 @@ from __future__ import annotations
 
 import logging
 import os
-import sys
 import time
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 import torch
 from hydra.utils import instantiate
 from lightning import Callback, Trainer
+from lightning.pytorch.callbacks import LambdaCallback
 from lightning.pytorch.loggers import Logger
 from lightning.pytorch.utilities import rank_zero_only
 from torch.utils._triton import has_triton
@@ -27,15 +27,16 @@ from spectrain.decoding.memory import is_out_of_memory
 from spectrain.errors import LostRankError, UserError
 from spectrain.stores.environment import commit_of, environment
 from spectrain.stores.overlap import TRAINED_ON, Sample
+from spectrain.terminal import stage
 from spectrain.training.base import Parts
 from spectrain.training.callbacks import (
     UNKNOWN_STEPS,
     Checkpoints,
     KeepBest,
+    ShowSteps,
     StepsForHours,
     StopOnBadLoss,
     TokensPerSecond,
-    progress,
 )
 from spectrain.training.checkpoints import ranks_of, reshard
 from spectrain.training.loggers import of_wandb
@@ -91,7 +92,9 @@ def fit(
     run.note_attempt(run.checkpoint_step, facts)
     for logger in of_wandb(trainer):
         logger.experiment.define_metric("eval/tau_expected", summary="max")  # by which sweeps choose
-    with naming_the_remedy(config["data"], trainer):
+    with naming_the_remedy(config["data"], trainer), ExitStack() as until_steps:
+        until_steps.enter_context(stage(f"resuming from {checkpoint}" if checkpoint else "preparing the first step"))
+        trainer.callbacks.insert(0, LambdaCallback(on_train_start=lambda *_: until_steps.close()))
         if not checkpoint:
             with trainer.precision_plugin.forward_context():  # as the steps, and as stores were computed
                 module.begin(data.train)
@@ -114,7 +117,7 @@ def callbacks(config: Mapping, run: RunFolder, peak_tokens_per_s: float | None =
         StopOnBadLoss(run.checkpoints),
         KeepBest(run.best, config["select"]["every"]),
         Checkpoints(run.checkpoints, config["checkpoint_s"]),
-        progress(),
+        ShowSteps(),
     ]
 
 
@@ -186,7 +189,7 @@ def build_trainer(
             use_distributed_sampler=False,  # SeededLoader gives each rank its share
             callbacks=callbacks,
             logger=loggers,
-            enable_progress_bar=sys.stderr.isatty(),
+            enable_progress_bar=False,
             enable_model_summary=False,
             num_sanity_val_steps=0,
         )

@@ -22,6 +22,7 @@ from spectrain.models.pruned_init import FIT_TOKENS, NEW, InputFit, last_layers,
 from spectrain.models.rollout import rollout, root_of_epoch
 from spectrain.models.spire import SpireConfig, SpireDrafter
 from spectrain.stores.folder import digest, sha256
+from spectrain.terminal import stage
 from spectrain.training.base import Experiment, Parts, Training, compile_methods
 from spectrain.training.checkpoints import load_weights
 from spectrain.training.data import FeatureRows, RowBatch, Rows
@@ -62,21 +63,22 @@ class SpireTraining(Training):
         """Fit the drafter's input to the target's on some of the training rows: on every rank the same."""
         if not self.fits_input:
             return
-        log.info("fitting the drafter's input to the target's on %d tokens", FIT_TOKENS)
         fit, n_tokens = InputFit(self.drafter), 0
         reading = self.target.with_capture(last_layers(self.target.model, self.drafter.config.n_layer)[:1])
-        for place in torch.randperm(len(rows), generator=torch.Generator().manual_seed(0)).tolist():
-            batch = rows[[place]]
-            tokens = batch.tokens.to(self.target.device)
-            starts = None if batch.starts is None else batch.starts.to(tokens.device)
-            said = Features(batch.captured, batch.final_hidden)
-            said = reading.features(tokens, starts) if said.captured is None else said
-            of_target = (one.to(tokens.device, STORED_DTYPE) for one in (said.captured[:, :, 0], said.final_hidden))
-            fit.add(tokens, *of_target, starts)
-            n_tokens += batch.n_tokens
-            if n_tokens >= FIT_TOKENS:
-                break
-        fit.finish()
+        with stage("fitting the drafter's input to the target's", FIT_TOKENS) as advance:
+            for place in torch.randperm(len(rows), generator=torch.Generator().manual_seed(0)).tolist():
+                batch = rows[[place]]
+                tokens = batch.tokens.to(self.target.device)
+                starts = None if batch.starts is None else batch.starts.to(tokens.device)
+                said = Features(batch.captured, batch.final_hidden)
+                said = reading.features(tokens, starts) if said.captured is None else said
+                of_target = (one.to(tokens.device, STORED_DTYPE) for one in (said.captured[:, :, 0], said.final_hidden))
+                fit.add(tokens, *of_target, starts)
+                n_tokens += batch.n_tokens
+                advance(batch.n_tokens)
+                if n_tokens >= FIT_TOKENS:
+                    break
+            fit.finish()
 
     def parts(self, batch: RowBatch, first_root: int = 0, is_exact: bool = True) -> LossParts:
         """Loss and acceptance of a batch at its learned positions; alpha comes back as [B, L], 0 at the others.

@@ -126,7 +126,7 @@ def test_each_row_is_what_is_labelled_alone(label, asked, made, ready, kind):
     assert f"1 of {N_ROWS} responses are skipped, longer than the 256 tokens" in err
     for fact in ("temperature 0.8, top_k 40", f"{facts.counts['mean_label']:.3f}", "2 per position", "tokens/s"):
         assert fact in out
-    assert "next: python -m spectrain.train +exp=specdecpp data=offline data.path=a drafter=" in out
+    assert "next: spectrain train +exp=specdecpp data=offline data.path=a drafter=" in out
     assert f" target={made / 'target'}" in out
     assert [path.name for path in Path().iterdir()] == ["a"]
 

@@ -70,9 +70,7 @@ def test_the_store_holds_what_the_target_says_of_the_rows_that_training_packs(ca
     assert facts.counts == {"rows": n_rows, "held_out": n_held_out, "tokens": rows.numel()}
     assert facts.shard_rows == 8
     assert "blocks" in out
-    assert (
-        f"next: python -m spectrain.train +exp=spire data=offline data.path=a data.row_tokens=32 target={shared}" in out
-    )
+    assert f"next: spectrain train +exp=spire data=offline data.path=a data.row_tokens=32 target={shared}" in out
     assert [path.name for path in Path().iterdir()] == ["a"]
     assert os.stat("a/shard-00000.safetensors").st_mode == os.stat("a/manifest.json").st_mode
 

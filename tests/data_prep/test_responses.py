@@ -77,7 +77,7 @@ def test_each_row_is_what_the_loop_draws_alone(respond, asked, made):
     assert manifest.tokenizer_fingerprint == tokenizer_fingerprint(target.tokenizer)
     assert manifest.config["prompts"] == asked[0].removeprefix("prompts=")
     assert f"{n_tokens:,}" in out
-    assert f"next: python -m spectrain.train +exp=specdecpp responses=r target={made / 'target'}" in out
+    assert f"next: spectrain train +exp=spire corpus=responses:r target={made / 'target'}" in out
 
 
 def test_any_method_writes_the_targets_own_greedy_text(respond, asked):
@@ -88,8 +88,11 @@ def test_any_method_writes_the_targets_own_greedy_text(respond, asked):
 
 
 def test_stop_strings_end_a_response(respond, asked):
-    assert respond(*asked, "out=r", "stop_strings=[r]")[0] == 0
-    assert "stop" in open_responses("r").rows["finish_reason"]
+    assert respond(*asked, "out=r", "stop=[r]")[0] == 0
+    store = open_responses("r")
+    assert "stop" in store.rows["finish_reason"]
+    assert store.manifest.config["stop_strings"] == ["r"]  # the key of stores, and of their folders' names
+    assert "stop" not in store.manifest.config
 
 
 def test_a_failed_prompt_is_listed_tried_again_and_left_out_only_when_allowed(respond, failing):

@@ -58,7 +58,7 @@ def test_finish_reasons_are_those_of_the_loop(target, choice, expected):
 
 
 def test_with_stop_strings_a_stop_need_not_be_the_eos(target):
-    asked = dataclasses.replace(ASKED, stop_strings=("x",))
+    asked = dataclasses.replace(ASKED, stop=("x",))
     assert read(completion(token_ids=[5, 6]), target, asked) == Answer([5, 6], "stop")
     assert read(completion(token_ids=[5, EOS]), target, asked) == Answer([5, EOS], "eos")
 

@@ -245,3 +245,12 @@ def test_the_command_refuses_what_it_cannot_do(runs, typed):
         assert code == 2
         assert words in err
     assert Path("notes.html").read_text() == "mine"
+
+
+def test_what_was_timed_beside_other_work_is_marked(tmp_path):
+    busy, idle = method(2.0, other_work=0.375), method(2.0, other_work=0.01)
+    said = "timed beside other work, which took this much of the processor's time: spire 38 %"
+    assert said in " ".join(method_table(method(1.0), busy).split())
+    assert "other work" not in method_table(method(1.0), idle)
+    write_report(tmp_path / "report.html", RESULTS | {"methods": {**RESULTS["methods"], "spire": busy}}, ROWS)
+    assert said in Page((tmp_path / "report.html").read_text()).text

@@ -183,3 +183,11 @@ def test_answers_are_grouped_by_the_longest_prompt():
     assert [(context, one["questions"]) for context, one in found.items()] == [
         (context, 1) for context in ("256", "1024", "4096", "longer")
     ]
+
+
+def test_the_work_of_others_is_a_mean_over_the_seconds_of_answers():
+    rows = [replace(row("lookup", name, turn()), other_work=share) for name, share in (("a", 0.5), ("b", 0.1))]
+    rows[1] = replace(rows[1], seconds=3 * rows[0].seconds)
+    unknown = row("lookup", "c", turn())  # of a run before it was measured
+    assert summarise([*rows, unknown], KINDS, True, True)["lookup"]["other_work"] == pytest.approx(0.2)
+    assert summarise([unknown], KINDS, True, True)["lookup"]["other_work"] is None

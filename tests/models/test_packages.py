@@ -112,7 +112,7 @@ def test_the_command_makes_a_target_with_the_weights_tokenizer_and_template_of_t
     write_gguf(model, work / "tiny.gguf")
     code, out, err = make(f"gguf={work}/tiny.gguf")
     assert code == 0, err
-    assert 'next: python -m spectrain.generate method=pld target=checkpoints/tiny prompt="..."' in out
+    assert "next: spectrain generate method=pld target=checkpoints/tiny prompt='Explain what a draft model is.'" in out
     target, tokenizer = (
         load_target("checkpoints/tiny", dtype="float32"),
         AutoTokenizer.from_pretrained("checkpoints/tiny"),

@@ -9,7 +9,7 @@ from pathlib import Path
 
 # Facts that differ between equal runs, because the clock, the day or chance gives them.
 BY_THE_CLOCK = re.compile(
-    r"date|started|attempts|out|.*seconds|.*time_s|.*time_share|.*_s|peak_memory_bytes|.*speedup.*|.*tokens_per_s.*"
+    r"date|started|attempts|out|.*seconds|.*time_s|.*time_share|.*_s|peak_memory_bytes|other_work|.*speedup.*|.*tokens_per_s.*"
     r"|gammas?|fastest_gamma|.*throughput.*|provenance|command|hardware|environment"
 )
 NOT_COMPARED = {".ckpt", ".txt", ".html", ".png", ".svg", ".md", ".log", ".yaml", ""}  # only whether they are there

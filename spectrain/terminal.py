@@ -1,0 +1,107 @@
+"""What commands say beside their results: what is being done while it takes time, and what to type next.
+
+    with stage("answering", total=len(prompts)) as advance:
+        for prompt in prompts:
+            ...
+            advance()
+    say_next("generate", {"method": "spire", "drafter": out, "prompt": PROMPTS[is_chat]})
+
+On a terminal a stage is a line on stderr, which goes away with the stage; stages may lie within each other. Elsewhere
+it is one line in the log, after two seconds, and where its end is known another one every quarter of a minute. A
+process that does not log (another rank, a library in somebody's program) shows nothing.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import shlex
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextvars import ContextVar
+
+from rich.console import Console
+from rich.markup import escape
+from rich.progress import BarColumn, Progress, SpinnerColumn, Task, TimeElapsedColumn, TimeRemainingColumn
+from rich.text import Text
+
+from spectrain.config import Target
+
+log = logging.getLogger(__name__)
+
+LOG_AFTER_S, LOG_EVERY_S = 2.0, 15.0
+FRAMES_PER_S = 2  # drawing takes a millisecond, in which no Python of the stage runs
+PROMPTS = {False: "def read_config(path):", True: "Explain what a draft model is."}  # whether it is a chat model
+
+Advance = Callable[..., None]  # (units=1, note=""): so many more units are done; what stands behind the bar
+
+_lines: ContextVar[Progress | None] = ContextVar("lines", default=None)  # of the stages that are going on
+
+
+class _Bar(BarColumn):
+    """A bar where the end is known."""
+
+    def render(self, task: Task) -> object:
+        return super().render(task) if task.total else Text()
+
+
+@contextlib.contextmanager
+def stage(what: str, total: float | None = None, shown: bool = True) -> Iterator[Advance]:
+    """Say what is being done until the block ends, and how far it is.
+
+    Args:
+        what: in a few words, such as "reading the corpus".
+        total: units of work in all; None: not known.
+        shown: False says nothing.
+
+    Yields:
+        `advance(units=1, note="")`, to be called when more of the units are done.
+    """
+    shown = shown and log.isEnabledFor(logging.INFO)
+    on_terminal = shown and sys.stderr.isatty()
+    outer = _lines.get()
+    columns = SpinnerColumn(), "{task.description}", _Bar(24), "{task.fields[note]}", TimeElapsedColumn()
+    lines = outer or Progress(
+        *(*columns, TimeRemainingColumn(elapsed_when_finished=False)),
+        **{"console": Console(stderr=True), "transient": True, "redirect_stdout": False, "disable": not on_terminal},
+        refresh_per_second=FRAMES_PER_S,
+    )
+    task, done, logged_s = lines.add_task(escape(what), total=total, note="", visible=shown), 0.0, time.monotonic()
+    timer = threading.Timer(LOG_AFTER_S, log.info, [what])
+    timer.daemon = True
+
+    began_s = logged_s
+
+    def advance(units: float = 1, note: str = "") -> None:
+        nonlocal done, logged_s
+        done += units
+        far = ", ".join(filter(None, [f"{done / total:.0%}" if total else "", note]))
+        lines.update(task, completed=done, note=escape(far))
+        if shown and not on_terminal and time.monotonic() - logged_s > LOG_EVERY_S:
+            logged_s = time.monotonic()
+            left = f", {(logged_s - began_s) * (total / done - 1):.0f} s left" if total and done else ""
+            log.info("%s: %s%s", what, far, left)
+
+    token = _lines.set(lines)
+    try:
+        with contextlib.nullcontext() if outer else lines:
+            if shown and not on_terminal:
+                timer.start()
+            yield advance
+    finally:
+        timer.cancel()
+        lines.remove_task(task)
+        _lines.reset(token)
+
+
+def say_next(command: str, options: Mapping[str, object]) -> None:
+    """Print the line to type next, with values in quotes where a shell needs them.
+
+    Options that are None are left out, and so is the bundled target.
+    """
+    given = {name: one for name, one in options.items() if one is not None and (name, one) != ("target", Target().path)}
+    words = [f"{name}={shlex.quote(str(value))}" for name, value in given.items()]
+    line = " ".join(["next: spectrain", command, *words])
+    Console(highlight=False).print(Text(line, style="dim"), soft_wrap=True)
