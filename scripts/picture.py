@@ -1,6 +1,9 @@
-"""Draw README's picture: one answer, written by plain decoding and by a method, side by side, from recorded times.
+"""Draw README's pictures: a chat, and one answer by plain decoding and by a method, side by side, from recorded times.
 
+    python scripts/picture.py --target smollm2 --method auto --out docs/figures/chat.svg --chat "..." "..." /compare
     python scripts/picture.py --target smollm2 --method spire --prompt "..." --out docs/figures/generate.svg
+
+A chat is shown as the terminal shows it when these lines are typed. Of the two answers:
 
 Both run in turns, `--turns` times, and the turn with the median time is drawn for each. Each token appears at its
 recorded time multiplied by `--slower`, so that the eye can follow; a browser plays it once. Accepted draft tokens are
@@ -10,20 +13,29 @@ in colour. The numbers below the panes are those of the turns that are drawn.
 from __future__ import annotations
 
 import argparse
+import io
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from html import escape
 from pathlib import Path
 
+from rich.console import Console
+from rich.text import Text
+
 from spectrain import load_method, load_target
-from spectrain.decoding import Drafter, Source, TargetModel, stream
+from spectrain.chat import Conversation
+from spectrain.cli import composed
+from spectrain.config import options_of
+from spectrain.decoding import Drafter, Sampling, Source, TargetModel, stream
 from spectrain.decoding.generation import Generation
 from spectrain.decoding.text import Pieces, Reply, prompt_ids
+from spectrain.methods.registry import build_configured
 
 PROMPT = "What is the difference between weather and climate? Give three examples of each."
 COLUMNS, LINES = 62, 30  # characters of a pane
 CHARACTER, LINE, MARGIN, TOP = 7.25, 16, 18, 64  # pixels
+TERMINAL_COLUMNS = 96
 COLOURS = {"ROOT": "#d4d8de", "DRAFT": "#7ee787", "other": "#79c0ff"}
 
 
@@ -49,7 +61,11 @@ def main() -> None:
     parser.add_argument("--turns", type=int, default=5)
     parser.add_argument("--slower", type=float, default=4)
     parser.add_argument("--out", default="docs/figures/generate.svg")
+    parser.add_argument("--chat", nargs="+", metavar="LINE", help="draw a chat in which these lines are typed")
     options = parser.parse_args()
+    if options.chat:
+        Path(options.out).write_text(chat(options), encoding="utf-8")
+        return
     target = load_target(options.target)
     has_chat = target.tokenizer.chat_template is not None
     prompt = prompt_ids(target.tokenizer, [{"role": "user", "content": options.prompt}] if has_chat else options.prompt)
@@ -69,6 +85,22 @@ def main() -> None:
     Path(options.out).write_text(picture(drawn, options.prompt, options.slower), encoding="utf-8")
     for name, turn in drawn.items():
         print(f"{name}: {caption(turn)}")
+
+
+def chat(options: argparse.Namespace) -> str:
+    """Return the SVG of a terminal in which a chat was typed."""
+    chosen = options_of("chat", composed("chat", f"target={options.target}", f"method={options.method}"))
+    shown = io.StringIO()
+    console = Console(file=shown, force_terminal=True, color_system="standard", highlight=False, soft_wrap=True)
+    target = load_target(options.target)
+    conversation = Conversation(console, chosen, target, build_configured(chosen, target, Sampling()))
+    for line in options.chat:
+        console.print(f"> {line}", style="bold", markup=False)
+        conversation.take(line)
+    conversation.llm.close()
+    drawing = Console(record=True, width=TERMINAL_COLUMNS, file=io.StringIO())
+    drawing.print(Text.from_ansi(shown.getvalue()))
+    return drawing.export_svg(title=f"python -m spectrain.chat target={options.target} method={options.method}")
 
 
 def recorded(target: TargetModel, method: Drafter, prompt: list[int], new: int) -> Turn:

@@ -1,10 +1,9 @@
 """Train draft models for speculative decoding, and decode with them in one lossless loop.
 
-from spectrain import load_method, load_target
+from spectrain import LLM
 
-target = load_target("pystdlib-8l")                     # the bundled target, a folder, or a Hugging Face id
-method = load_method("pld", target)                     # a method's name, or an exported folder
-reply = method.generate("def read_config(path):", max_new_tokens=64)
+llm = LLM("smollm2", method="auto")                     # a target's name or folder; a method's name or folder
+reply = llm.chat("Name three colours.")
 print(reply.text, reply.accepted, "of", reply.drafted, "drafted tokens accepted")
 """
 
@@ -15,8 +14,17 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from spectrain.decoding import Drafter, TargetModel
+    from spectrain.serving.llm import LLM
 
-__all__ = ["load_method", "load_target"]
+__all__ = ["LLM", "load_method", "load_target"]
+
+
+def __getattr__(name: str) -> object:
+    if name == "LLM":  # on demand: the commands import this package too, and most need no model
+        from spectrain.serving.llm import LLM
+
+        return LLM
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
 def load_target(name: str | Path = "pystdlib-8l", dtype: str = "float32", device: str = "auto") -> TargetModel:
@@ -30,7 +38,7 @@ def load_target(name: str | Path = "pystdlib-8l", dtype: str = "float32", device
     Raises:
         UserError: says in one sentence what is missing or unsupported.
     """
-    from spectrain.decoding import load_target  # here: the commands import this package too, and most need no model
+    from spectrain.decoding import load_target
     from spectrain.models.packages import target_path
 
     return load_target(target_path(str(name)), dtype, device)

@@ -48,7 +48,7 @@ log = logging.getLogger(__name__)
 HELP = {"-h", "--help"}
 RANK_ZERO_SPEAKS_WITHIN_S = 5.0
 SHORTHANDS = {"target": "target.path", "corpus": "corpus.path"}
-FREE_TEXT = ("prompt",)
+FREE_TEXT = ("prompt", "system")
 QUOTED = r"""(?:"(?:\\.|[^"])*"|'(?:\\.|[^'])*')"""
 NO_QUOTES = rf"{QUOTED}|(?!(?i:true|false|nan|inf)$)[A-Za-z_./][A-Za-z0-9_./-]*"  # what Hydra reads as typed
 ONE_OF_SEVERAL = rf"\s*{QUOTED}\s*(?=,|$)|(?:\([^)]*\)|\[[^]]*\]|\{{[^}}]*\}}|[^,])+"  # values between commas

@@ -13,8 +13,10 @@ if __name__ == "__main__":  # first, so that --help and a wrong option are answe
 
     run("spectrain.generate")
 
+import sys
 from functools import partial
 from itertools import chain
+from pathlib import Path
 from statistics import median
 
 from rich.console import Console
@@ -22,31 +24,24 @@ from rich.text import Text
 
 from spectrain.cli import open_target
 from spectrain.config.commands import Generate
-from spectrain.decoding import Generation, Sampling, Source, stream
-from spectrain.decoding.text import Pieces
+from spectrain.decoding import Sampling, Source, stream
+from spectrain.decoding.text import Pieces, Reply
 from spectrain.errors import UserError
 from spectrain.measure.results import shares_of
 from spectrain.measure.statistics import decode_s
 from spectrain.methods.autoregressive import Autoregressive
 from spectrain.methods.registry import build_configured
+from spectrain.serving.colours import coloured, summary
+from spectrain.stores.chats import clean
 from spectrain.stores.environment import OtherWork, is_disturbed
 from spectrain.stores.prompts import conversation_ids
 from spectrain.terminal import say_next, stage
 
-COLOURS = {
-    Source.FORWARD: "cyan",
-    Source.BACKWARD: "magenta",
-    Source.INPUT: "yellow",
-    Source.DATASTORE: "blue",
-    Source.LOGITS: "red",
-    Source.DRAFT: "green",
-}
 TIMED_RUNS = 3
 
 
 def main(options: Generate) -> None:
-    if not options.prompt.strip():
-        raise UserError('prompt is empty; give prompt="some text"')
+    prompt = prompt_text(options.prompt)
     sampling = Sampling(**vars(options.sampling))
     target = open_target(options.target, all_ranks=True)
     with stage("opening the method"):
@@ -54,28 +49,26 @@ def main(options: Generate) -> None:
     decode = partial(
         stream,
         target,
-        prompts=[conversation_ids(target.tokenizer, [options.prompt], [], options.chat)],
+        prompts=[conversation_ids(target.tokenizer, [prompt], [], options.chat)],
         max_new_tokens=options.max_new_tokens,
         sampling=sampling,
         seed=options.seed,
         verification=options.verification,
         stop=tuple(options.stop),
     )
-    console, pieces = (
-        Console(highlight=False, soft_wrap=True, quiet=not target.leads),
-        Pieces(target.tokenizer, target.eos_ids),
-    )
+    console = Console(highlight=False, soft_wrap=True, quiet=not target.leads)
+    pieces = Pieces(target.tokenizer, target.eos_ids, options.stop)
     steps = decode(drafter)
     with stage("reading the prompt"):
         first = next(steps)  # before anything is printed: a prompt that is refused is one sentence
     is_chat = options.chat is not False and target.tokenizer.chat_template is not None
-    console.print(Text(options.prompt, style="dim"), end="\n\n" if is_chat else "")
+    console.print(Text(prompt, style="dim"), end="\n\n" if is_chat else "")
     for step in chain([first], steps):
         for token, source in zip(step.tokens, step.sources, strict=True):
             if text := pieces.add(token):
-                console.print(Text(text, style=COLOURS.get(Source(source), "")), end="")
-    console.print(Text(pieces.end()), end="\n\n")
-    console.print(summary(step.generation))
+                console.print(coloured(text, source), end="")
+    console.print(coloured(pieces.end(), Source.ROOT), end="\n\n")
+    console.print(summary(Reply("", step.generation)))
     if ran := shares_of(step.generation.choices):
         shares = (f"{name} {100 * one['share']:.0f} %" for name, one in ran.items())
         console.print(f"steps: {', '.join(shares)}", style="dim")
@@ -99,12 +92,20 @@ def main(options: Generate) -> None:
         say_next("bench", {"methods": "all", "target": options.target.path, **made_of, "limit": 8})
 
 
-def summary(generation: Generation) -> str:
-    """Say how many tokens were written, at which acceptance length, and how many drafted tokens were accepted."""
-    drafted, forwards = sum(generation.drafted), generation.target_forwards
-    parts = [f"{len(generation.tokens)} tokens ({generation.finish_reason})"]
-    if forwards:  # prefill draws the first token
-        parts.append(f"tau {(len(generation.tokens) - 1) / forwards:.2f} in {forwards} target forwards")
-    if drafted:
-        parts.append(f"[green]{sum(generation.accepted)}[/green] of {drafted} drafted tokens accepted")
-    return ", ".join(parts)
+def prompt_text(given: str | None) -> str:
+    """Return the prompt as it was typed, or that of a file or of stdin, without its last line break.
+
+    Raises:
+        UserError: there is none, or it is no text.
+    """
+    is_piped = sys.stdin is not None and not sys.stdin.isatty()
+    try:
+        if given == "-" or (given is None and is_piped):
+            given = sys.stdin.buffer.read().decode().removesuffix("\n")
+        elif given is not None and given.startswith("@"):
+            given = Path(given[1:]).expanduser().read_text(encoding="utf-8").removesuffix("\n")
+    except UnicodeDecodeError:
+        raise UserError(f"prompt={given or '-'} is no UTF-8 text; give one") from None
+    if not (given or "").strip():
+        raise UserError('prompt is empty; give prompt="some text", prompt=@<file>, or a text by a pipe')
+    return clean(given)

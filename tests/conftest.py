@@ -9,6 +9,7 @@ from __future__ import annotations
 import copy
 import json
 import os
+import shutil
 import signal
 import sys
 import tempfile
@@ -270,6 +271,23 @@ def write_target_and_corpus(root: Path, n_modules: int) -> list[str]:
     model.save_pretrained(root / "target")
     tokenizer.save_pretrained(root / "target")
     return texts
+
+
+TEMPLATE = (
+    "{% for m in messages %}<{{ m['role'] }}>{{ m['content'] }}\n{% endfor %}"
+    "{% if add_generation_prompt %}<assistant>{% endif %}"
+)
+
+
+@pytest.fixture(scope="session")
+def chatty(shared, tmp_path_factory) -> Path:
+    """The tiny target with a chat template."""
+    folder = tmp_path_factory.mktemp("chatty") / "target"
+    shutil.copytree(shared / "target", folder)
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    tokenizer.chat_template = TEMPLATE
+    tokenizer.save_pretrained(folder)
+    return folder
 
 
 @pytest.fixture(scope="session")

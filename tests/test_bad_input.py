@@ -14,12 +14,13 @@ from spectrain.decoding import TargetModel, load_target
 from tests.conftest import SMALL_TRAINING, tiny_model
 from tests.models.test_artifacts import export_spire
 
-SPECTRAIN = ("train", "generate", "bench", "export", "cost", "report")
+SPECTRAIN = ("train", "generate", "chat", "bench", "export", "cost", "report")
 PLD = "method=pld prompt=def"
 SPIRE = f"+exp=spire corpus={{corpus}} {' '.join(SMALL_TRAINING)}"
 # A command with options, and words that its sentence has. {target}, {corpus}, {stored} and {other} are filled in.
 MISSPELT = [
     (f"generate {PLD} max_new_tokns=3", "max_new_tokns max_new_tokens"),
+    ("chat method=pld sytem=short", "sytem system"),
     ("generate method=speculative prompt=def method.gama=3", "method.gama method.gamma"),
     (f"train {SPIRE} optimzer.lr=1e-3", "optimizer.lr"),
     ("bench methods=[pld] prompts=prompts.jsonl sed=3", "sed seed"),
@@ -67,6 +68,7 @@ OUT_OF_RANGE = [
 ]
 UNKNOWN_METHOD = [
     ("generate method=magic prompt=def", "magic pld"),
+    ("chat method=magic", "magic pld"),
     ("bench methods=[magic] prompts=prompts.jsonl", "magic"),
     ("generate method=no/where prompt=def", "no/where"),
     ("export method=magic", "magic"),
@@ -165,6 +167,7 @@ def test_bad_input_is_one_sentence(typed, words, shared, stored, inputs, other, 
         options.insert(0, f"target={shared / 'target'}")
     module = f"spectrain.{name}" if name in SPECTRAIN else f"data_prep.{name}"
     monkeypatch.setattr(sys, "argv", [module, *options])
+    monkeypatch.setattr(sys, "stdin", None)
     with pytest.raises(SystemExit) as ended:
         cli.run(module)
     out, err = capfd.readouterr()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import re
@@ -24,6 +25,8 @@ from spectrain.training.runs import RunFolder, read_csv
 from spectrain.training.sums import ValidationSums
 from tests.conftest import SMALL_TRAINING
 from tests.models.test_artifacts import export_vanilla
+
+GENERATE = ("generate", "prompt=def read_config(path):", "max_new_tokens=20")
 
 
 @pytest.fixture
@@ -58,13 +61,14 @@ def test_spire_is_trained_measured_exported_and_used(run, small, tmp_path):
     assert result["tau"]["spire"]["16 tokens, greedy"]["value"] >= 1
     assert list(Path("runs").glob("*/metrics/version_0/metrics.csv"))
 
-    code, out, err = run("generate", "method=spire", "prompt=def read_config(path):", "max_new_tokens=20")
+    code, out, err = run(*GENERATE, "method=spire", "baseline=true")
     assert code == 0, err
     assert out.startswith("def read_config(path):")
     assert all(word in out for word in ("tau", "tokens/s", "x autoregressive decoding"))
-    code, out, err = run("generate", "method=auto", "prompt=def read_config(path):", "max_new_tokens=20")
+    code, out, err = run(*GENERATE, "method=auto")
     assert code == 0, err
     assert re.search(r"steps: \w+ \d+ %", out)
+    assert "autoregressive decoding" not in out  # a comparison is asked for
     code, out, err = run(
         "generate", "method=speculative", "drafter=vanilla", "prompt=def f", "sampling=t1", "max_new_tokens=9"
     )
@@ -213,12 +217,34 @@ def test_a_chat_model_is_given_its_template_unless_told_otherwise(run, shared):
     tokenizer = AutoTokenizer.from_pretrained("chat")
     tokenizer.chat_template = "{% for m in messages %}class {{ m['content'] }}:\n    def {% endfor %}"
     tokenizer.save_pretrained("chat")
-    options = ["method=autoregressive", "prompt=Reader", "max_new_tokens=12", "baseline=false"]
+    options = ["method=autoregressive", "prompt=Reader", "max_new_tokens=12"]
     found = {}
     for chat in ("auto", "true", "false"):
-        code, found[chat], err = run("generate", *options, f"chat={chat}", target="chat")
+        code, out, err = run("generate", *options, f"chat={chat}", target="chat")
+        found[chat] = out.rpartition("\n\n")[0]  # what follows has seconds
         assert code == 0, err
     assert found["auto"] == found["true"] != found["false"]
     assert found["auto"].startswith("Reader\n\n")
-    assert run("generate", *options, target="chat")[1] == found["auto"]
+    assert run("generate", *options, target="chat")[1].startswith(found["auto"])
     assert not run("generate", *options)[1].startswith("Reader\n\n")  # a target without a template
+
+
+def test_a_prompt_is_typed_or_read_from_a_file_or_from_a_pipe(run, monkeypatch):
+    options = ("generate", "method=autoregressive", "max_new_tokens=12")
+    typed = run(*options, "prompt=def é(path):")[1].splitlines()[:-1]  # the last line is of the clock
+    Path("asked.txt").write_text("def é(path):\n", encoding="utf-8")
+    assert run(*options, "prompt=@asked.txt")[1].splitlines()[:-1] == typed
+    for given in (["prompt=-"], []):
+        monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO("def é(path):\n".encode())))
+        assert run(*options, *given)[1].splitlines()[:-1] == typed
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b"\xff")))
+    assert run(*options)[::2] == (2, "error: prompt=- is no UTF-8 text; give one\n")
+    assert "no.txt cannot be read" in run(*options, "prompt=@no.txt")[2]
+
+
+def test_stop_texts_end_what_is_printed(run):
+    text = run(*GENERATE, "method=autoregressive")[1].split("\n\n")[0]
+    stop = re.search(r"\w{2}", text[24:], re.ASCII)[0]
+    code, out, err = run(*GENERATE, "method=pld", "method.max_nodes=4", f"stop=[{stop}]")
+    assert (code, out.split("\n\n")[0]) == (0, text[: text.index(stop, 22)]), err
+    assert "(stop)" in out

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import re
 import shlex
 from pathlib import Path
@@ -10,6 +11,7 @@ import pytest
 
 from spectrain.cli import composed
 from spectrain.config import COMMANDS, options_of
+from spectrain.serving import llm
 
 ROOT = Path(__file__).parent.parent
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -41,6 +43,17 @@ def test_commands_have_options_that_exist(line):
 def is_sweep(argument: str) -> bool:
     """`init=pruned,random`, which only -m takes."""
     return "," in argument and not re.search(r"[\[{\"]", argument)
+
+
+def test_python_examples_run(chatty, monkeypatch, capsys):
+    monkeypatch.setattr(llm, "target_path", lambda name: str(chatty) if name == "smollm2" else name)
+    monkeypatch.setattr(llm, "NEW_TOKENS", 16)
+    page = (ROOT / "docs" / "python.md").read_text()
+    exec("\n".join(re.findall(r"```python\n(.*?)```", page, re.DOTALL)), {})
+    assert len(capsys.readouterr().out) > 100
+    taken = re.search(r"\| `LLM\((.*?)\)`", page)[1].split(", ")
+    assert [part.split("=")[0].strip("*") for part in taken if part != "*"] == [*inspect.signature(llm.LLM).parameters]
+    assert [name for name in llm.Options.__annotations__ if f"`{name}`" not in page] == []
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)

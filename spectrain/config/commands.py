@@ -5,8 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from omegaconf import MISSING
-
 from spectrain.config.fields import group, option
 from spectrain.errors import UserError
 
@@ -154,16 +152,35 @@ SEED = option(0, "prompt i draws from a generator seeded by (seed, i)", least=0,
 class Generate(Artifacts):
     """Stream one continuation and say what speculation gained."""
 
-    prompt: str = option(MISSING, "the text to continue, or the user's turn of a chat")
+    prompt: str | None = option(
+        None, "the text to continue, or the user's turn of a chat; @<file>: of a file; - or null: of stdin"
+    )
     method: dict[str, Any] = group(dict)
     target: Target = group(Target)
     sampling: Sampling = group(Sampling)
     chat: bool | str = CHAT
     max_new_tokens: int = option(160, "the most tokens of the continuation", least=1)
-    stop: list[str] = option([], "the text ends with the token that completes one of these", example="stop=[END]")
+    stop: list[str] = option([], "texts that end the continuation; they are not printed", example="stop=[END]")
     verification: str = VERIFICATION
     seed: int = SEED
-    baseline: bool = option(True, "true: also decode plainly, to show the speedup")
+    baseline: bool = option(False, "true: also decode plainly, to show the speedup")
+
+
+@dataclass
+class ChatModel(Target):
+    path: str = option("smollm2", "smollm2, a bundled checkpoint, a folder, or an id on the hub", path=True)
+
+
+@dataclass
+class Chat(Artifacts):
+    """Talk to the target, and see which tokens were drafted."""
+
+    system: str | None = option(None, "what the system says first; null: nothing, or what the template has")
+    method: dict[str, Any] = group(dict)
+    target: ChatModel = group(ChatModel)
+    sampling: Sampling = group(Sampling)
+    max_new_tokens: int = option(512, "the most tokens of an answer", least=1)
+    seed: int = SEED
 
 
 @dataclass

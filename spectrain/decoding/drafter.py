@@ -16,22 +16,19 @@ from torch import Tensor
 from spectrain.decoding.context import Context
 from spectrain.decoding.generation import Choice
 from spectrain.decoding.kv_cache import KVCache
-from spectrain.decoding.loop import Emitted
 from spectrain.decoding.sampling import Sampling
 from spectrain.decoding.target import TargetModel, TargetOutput
-from spectrain.decoding.text import Pieces, Prompt, Reply, prompt_ids
 from spectrain.decoding.tree import DraftTree
 from spectrain.decoding.verify import Verified
-from spectrain.errors import UserError
 
 
 class Drafter(ABC):
-    """One method of drafting, for a batch of rows. One object serves many `generate` calls, one at a time."""
+    """One method of drafting, for a batch of rows. One object serves one engine at a time."""
 
     capture_layers: tuple[int, ...] = ()  # blocks of the target whose inputs it needs in `TargetOutput.captured`
     artifacts: Mapping[str, str] = MappingProxyType({})  # folders it was made from, by kind, where its yaml cannot tell
     folders: Sequence[str] = ()  # all folders that it was made from; the registry sets it
-    target: TargetModel | None = None  # what `generate` and `stream` decode; the registry sets it
+    target: TargetModel | None = None  # that it was built for; the registry sets it
     max_positions = 2**31  # tokens of the longest text that it can follow
     draws = "inverse"  # how tokens are drawn unless the user says it: see `Sampling.draws`
     store = None  # the datastore that it drafts from
@@ -131,47 +128,3 @@ class Drafter(ABC):
 
     def forget(self) -> None:  # noqa: B027
         """Forget how often drafts were accepted."""
-
-    def generate(self, prompt: Prompt, max_new_tokens: int = 128, **options) -> Reply:
-        """Continue one prompt. The text follows the target's own distribution, whatever the method proposes.
-
-        Args:
-            prompt: a text, or messages ({"role": ..., "content": ...}) for the tokenizer's chat template.
-            max_new_tokens: most tokens of the continuation.
-            **options: `temperature` (0 is greedy), `top_k`, `top_p`, `min_p` (see `Sampling`), `seed` of the draws,
-                `stop` (a list of texts that end the continuation), and `verification` ("block" or "token").
-
-        Raises:
-            UserError: the prompt is empty or too long, or an option is unknown or out of range.
-        """
-        *_, last = self._decode(prompt, max_new_tokens, **options)
-        tokens = [token for token in last.generation.tokens if token not in self.target.eos_ids]
-        return Reply(self.target.tokenizer.decode(tokens, skip_special_tokens=True), last.generation)
-
-    def stream(self, prompt: Prompt, max_new_tokens: int = 128, **options) -> Iterator[str]:
-        """Continue one prompt and yield its text piece by piece, as the target accepts tokens. See `generate`.
-
-        Errors are raised by the first `next`.
-        """
-        emitted = self._decode(prompt, max_new_tokens, **options)
-        pieces = Pieces(self.target.tokenizer, self.target.eos_ids)
-        yield from filter(None, (pieces.add(token) for step in emitted for token in step.tokens))
-        yield from filter(None, [pieces.end()])
-
-    def _decode(
-        self,
-        prompt: Prompt,
-        max_new_tokens: int,
-        seed: int = 0,
-        stop: Sequence[str] = (),
-        verification: str = "block",
-        **sampling: float,
-    ) -> Iterator[Emitted]:
-        target = self.target
-        if target is None or target.tokenizer is None:
-            raise UserError("this method has no target with a tokenizer; make it by load_method(name, load_target())")
-        ids, drawing = prompt_ids(target.tokenizer, prompt), Sampling.from_options(sampling)
-        from spectrain.decoding.engine import stream  # here: it imports drafters
-
-        options = {"seed": seed, "stop": stop, "verification": verification}
-        return stream(target, self, [ids], max_new_tokens, drawing, **options)

@@ -1,36 +1,50 @@
-"""Text in, text out: prompts as token ids, replies, and the pieces of a stream.
-
-target = load_target("pystdlib-8l")
-method = load_method("pld", target)
-reply = method.generate("def read_config(path):", max_new_tokens=64)
-for piece in method.stream([{"role": "user", "content": "Hello"}], temperature=0.8):
-    print(piece, end="")
-"""
+"""Text in, text out: prompts as token ids, replies, and the pieces of a stream."""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from transformers import PreTrainedTokenizerBase
 
 from spectrain.decoding.generation import Generation
 from spectrain.errors import UserError
 
+if TYPE_CHECKING:
+    from spectrain.decoding.loop import TokenLogprobs
+
 CONTEXT_TOKENS = 4  # tokens before a piece that are decoded with it
 BYTE = re.compile("<0x[0-9A-F]{2}>")  # a token for a byte, in tokenizers that have them for unknown characters only
 CLEANED = re.compile("[ .?!,'ntmsver]*$")  # all characters in what `clean_up_tokenization_spaces` replaces
 
-Prompt = str | Sequence[Mapping[str, str]]
+Prompt = str | Sequence[Mapping[str, str]] | Sequence[int]  # a text, messages, or token ids
 
 
 @dataclass(frozen=True)
 class Reply:
     """A continuation as text, and how it came about."""
 
-    text: str
+    text: str  # without special tokens, and without the stop text that ended it
     generation: Generation
+    logprobs: list[TokenLogprobs] | None = None  # of each token, where they were asked for
+
+    @property
+    def finish_reason(self) -> str:
+        """Why it ended: eos, stop (a stop text), length (max_new_tokens), or cancelled."""
+        return self.generation.finish_reason
+
+    @property
+    def cached_tokens(self) -> int:
+        """Tokens of the prompt that were not read, because an earlier text began alike."""
+        return self.generation.cached_tokens
+
+    @property
+    def tokens_per_s(self) -> float | None:
+        """Tokens per second of wall time behind the first token, which reading the prompt gives. None: only that."""
+        seconds = self.generation.elapsed_s - self.generation.prefill_s
+        return (len(self.generation.tokens) - 1) / seconds if len(self.generation.tokens) > 1 and seconds > 0 else None
 
     @property
     def drafted(self) -> int:
@@ -60,21 +74,36 @@ def prompt_ids(tokenizer: PreTrainedTokenizerBase, prompt: Prompt) -> list[int]:
     """
     if isinstance(prompt, str):
         return list(tokenizer(prompt)["input_ids"])
+    if not all(isinstance(part, Mapping) for part in prompt) or not len(prompt):
+        return list(map(int, prompt))
     if tokenizer.chat_template is None:
         raise UserError("the target's tokenizer has no chat template; give the prompt as one text")
     return chat_ids(tokenizer, prompt)
 
 
 def chat_ids(
-    tokenizer: PreTrainedTokenizerBase, messages: Sequence[Mapping[str, str]], tools: list[dict] | None = None
+    tokenizer: PreTrainedTokenizerBase,
+    messages: Sequence[Mapping[str, str]],
+    tools: list[dict] | None = None,
+    system: str = "",
 ) -> list[int]:
     """Return the token ids of messages by the tokenizer's chat template, ready for the answer.
 
-    `tools` are what the assistant may call, as JSON schemas.
+    Args:
+        tokenizer: of the target.
+        messages: each with a role and a content.
+        tools: what the assistant may call, as JSON schemas.
+        system: what the system says first. Where the template refuses that, the first message begins with it.
 
     Raises:
         UserError: the template is broken, or refuses the messages.
     """
+    if system:
+        try:
+            return chat_ids(tokenizer, [{"role": "system", "content": system}, *messages], tools)
+        except UserError:
+            first, *others = messages
+            messages = [{**first, "content": f"{system}\n\n{first['content']}"}, *others]
     advice = "give role and content, mend the template, or do without it (chat=false)"
     asked = {"add_generation_prompt": True, "return_dict": True, "tools": tools}
     return list(rendered(tokenizer, messages, "these messages", advice, **asked)["input_ids"])
@@ -102,15 +131,39 @@ class Pieces:
 
     What later tokens can still change is held back: a character whose bytes are not all there, and spaces that the
     tokenizer may clean up. Special tokens, those in `dropped`, and ids that the tokenizer does not know have no text.
+    The text ends before the first of the texts in `stop`, so what one of them may begin with is held back, too.
     """
 
-    def __init__(self, tokenizer: PreTrainedTokenizerBase, dropped: Iterable[int] = ()) -> None:
-        self.tokenizer, self.dropped = tokenizer, frozenset(dropped)
+    def __init__(
+        self, tokenizer: PreTrainedTokenizerBase, dropped: Iterable[int] = (), stop: Sequence[str] = ()
+    ) -> None:
+        self.tokenizer, self.dropped, self.stop = tokenizer, frozenset(dropped), stop
         self.tokens: list[int] = []  # the last ones: the text of a token depends on its neighbours
         self.given = 0  # characters of their text that were given out
+        self.held = ""  # given out so far but for a stop text, which may begin with it
+        self.stopped = False
 
     def add(self, token: int) -> str:
         """Return the text that can be printed now, which may be empty."""
+        return self._before_stop(self._settled(token))
+
+    def end(self) -> str:
+        """Return what was held back, after the last token."""
+        return self._before_stop(self._text(self.tokens)[self.given :]) + self.held
+
+    def _before_stop(self, piece: str) -> str:
+        text, self.held = self.held + piece, ""
+        if self.stopped or not self.stop:
+            return "" if self.stopped else text
+        if found := [(place + len(stop), place) for stop in self.stop if (place := text.find(stop)) >= 0]:
+            self.stopped = True
+            return text[: min(found)[1]]  # of the one that is complete first
+        begun = (n for stop in self.stop for n in range(1, len(stop)) if text.endswith(stop[:n]))
+        end = len(text) - max(begun, default=0)
+        self.held = text[end:]
+        return text[:end]
+
+    def _settled(self, token: int) -> str:
         name = self.tokenizer.convert_ids_to_tokens(token)
         is_special = self.tokenizer.decode([token]) and not self._text([token])
         if name is None or is_special or token in self.dropped:
@@ -128,10 +181,6 @@ class Pieces:
         if self.given and last.endswith(text[self.given - 1 :]):
             self.tokens, self.given = self.tokens[-CONTEXT_TOKENS:], self.given + len(last) - len(text)
         return piece
-
-    def end(self) -> str:
-        """Return what was held back, after the last token."""
-        return self._text(self.tokens)[self.given :]
 
     def _text(self, tokens: list[int]) -> str:
         return self.tokenizer.decode(tokens, skip_special_tokens=True)

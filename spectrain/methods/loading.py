@@ -3,7 +3,9 @@
     target = load_target("pystdlib-8l")
     method = load_method("pld", target)                 # a name of conf/method/
     method = load_method("exported/spire", target)      # a folder of spectrain.train or spectrain.export
-    print(method.generate("def read_config(path):", max_new_tokens=64).text)
+    generations = generate(target, method, prompts, max_new_tokens=64, batch_size=8)    # of spectrain.decoding
+
+`LLM` takes names and folders, and what this opens.
 
 A method whose module says `TOKENS_ONLY = True` drafts from tokens alone, so that a serving engine can run it.
 """

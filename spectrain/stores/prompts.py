@@ -150,10 +150,4 @@ def conversation_ids(
     if chat is False or tokenizer.chat_template is None:
         texts = [system] * bool(system) + [message["content"] for message in messages]
         return list(tokenizer("\n".join(texts))["input_ids"])
-    if not system:
-        return chat_ids(tokenizer, messages, tools)
-    try:
-        return chat_ids(tokenizer, [{"role": "system", "content": system}, *messages], tools)
-    except UserError:
-        messages[0]["content"] = f"{system}\n\n{turns[0]}"
-        return chat_ids(tokenizer, messages, tools)
+    return chat_ids(tokenizer, messages, tools, system)
