@@ -14,7 +14,7 @@ from spectrain.decoding import TargetModel, load_target
 from tests.conftest import SMALL_TRAINING, tiny_model
 from tests.models.test_artifacts import export_spire
 
-SPECTRAIN = ("train", "generate", "chat", "bench", "export", "cost", "report")
+SPECTRAIN = ("train", "generate", "chat", "serve", "bench", "export", "cost", "report")
 PLD = "method=pld prompt=def"
 SPIRE = f"+exp=spire corpus={{corpus}} {' '.join(SMALL_TRAINING)}"
 # A command with options, and words that its sentence has. {target}, {corpus}, {stored} and {other} are filled in.
@@ -33,6 +33,7 @@ MISSPELT = [
     ("train exp=spire", "+exp"),
     (f"train {SPIRE} trainer=tpu", "tpu gpu"),
     ("bench -m seed=1,2 xyzzy_plugh=3", "xyzzy_plugh --help"),
+    ("serve prt=8000", "prt port"),
     ("bench seed", "'seed' name=value"),
     ("bench ~seed", "~seed would remove an option"),
     ("train kind=spire", "+exp=spire"),
@@ -63,6 +64,7 @@ OUT_OF_RANGE = [
     (f"generate method=autoregressive prompt={'x=1;' * 400}", "prompt max_new_tokens"),
     (f"train {SPIRE} k=9 window_tokens=4", "k=9 window_tokens=4"),
     ("bench methods=[pld] prompts=prompts.jsonl limit=0", "limit 0"),
+    ("serve port=99999", "port 99999"),
     ("datastore corpus={corpus} keep=-1", "keep -1"),
     ("export run=no/where weights=worst", "worst best last"),
 ]
@@ -72,6 +74,7 @@ UNKNOWN_METHOD = [
     ("bench methods=[magic] prompts=prompts.jsonl", "magic"),
     ("generate method=no/where prompt=def", "no/where"),
     ("export method=magic", "magic"),
+    ("serve port=0 methods=[magic]", "magic pld"),
 ]
 MISSING_TARGET = [
     (f"generate {PLD} target=no/where", "no/where"),
@@ -102,6 +105,7 @@ MISSING_FILE = [
     ("target", "gguf package"),
     (f"train {SPIRE} vanilla=no/where", "no/where"),
     (f"train {SPIRE} out=a_file/below", "a_file"),
+    ("serve port=0 methods=[pld] log_responses=a_file", "a_file"),
     ("generate method=autoregressive prompt=def chat=true", "chat template"),
     ("report runs=no/where", "no/where"),
 ]

@@ -30,6 +30,7 @@ TYPED_COMMAND: ContextVar[str | None] = ContextVar("typed_command", default=None
 COMMANDS: dict[str, tuple[type, dict[str, str | None]]] = {
     "generate": (commands.Generate, {"target": "bundled", "method": "spire", "sampling": "greedy"}),
     "chat": (commands.Chat, {"method": "auto", "sampling": "greedy"}),
+    "serve": (commands.Serve, {"target": "bundled", "sampling": "t1"}),
     "bench": (commands.Bench, {"target": "bundled", "method": None, "sampling": "greedy", "variants": "none"}),
     "responses": (commands.Responses, {"target": "bundled", "method": "autoregressive", "sampling": "t1"}),
     "activations": (commands.Activations, {"target": "bundled", "corpus": "stdlib"}),

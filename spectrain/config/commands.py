@@ -184,6 +184,35 @@ class Chat(Artifacts):
 
 
 @dataclass
+class Serve:
+    """Answer requests of OpenAI's API, and show a page to chat on."""
+
+    target: Target = group(Target)
+    methods: Any = option(
+        ["auto", "autoregressive"],
+        "names of conf/method/ and exported folders; a request takes the first, unless it names another",
+        several=True,
+    )
+    name: str | None = option(None, "of the target for clients; null: the last part of target.path")
+    sampling: Sampling = group(Sampling)
+    host: str = option("127.0.0.1", "address to listen at; 0.0.0.0: all of this machine, for which a key is advised")
+    port: int = option(8000, "0: any free one", least=0, most=65535)
+    api_key: str | None = option(None, "that clients must give; null: that of the variable SPECTRAIN_KEY, if any")
+    allow_hosts: list[str] = option([], "names of this server in URLs, besides localhost and addresses")
+    allow_origins: list[str] = option([], "of other servers' pages that may ask, such as https://chat.example.org")
+    batch_size: int = option(16, "requests of one method that are continued together; others wait", least=1)
+    memory: float | None = option(None, "GiB for keys and values; null: a share of what is free", above=0)
+    max_length: int | None = option(None, "tokens of the longest text, prompt included; null: as it fits", least=2)
+    max_new_tokens: int = option(1024, "of an answer to a chat whose request says no max_tokens", least=1)
+    max_waiting: int = option(64, "requests that may wait; further ones are told to come back", least=0)
+    max_body_mib: float = option(1.0, "of a request", above=0)
+    timeout_s: float = option(600.0, "after which a request is ended", above=0)
+    log_responses: str | None = option(
+        None, "store of responses that answered requests are appended to, for trainings; null: none", path=True
+    )
+
+
+@dataclass
 class Bench(Artifacts, Built):
     """Measure methods side by side on the same questions."""
 

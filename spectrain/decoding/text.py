@@ -142,6 +142,9 @@ class Pieces:
         self.given = 0  # characters of their text that were given out
         self.held = ""  # given out so far but for a stop text, which may begin with it
         self.stopped = False
+        backend = getattr(tokenizer, "backend_tokenizer", None)
+        is_plain = backend is not None and not tokenizer.clean_up_tokenization_spaces
+        self._decode = backend.decode if is_plain else tokenizer.decode  # which copies each list of ids first
 
     def add(self, token: int) -> str:
         """Return the text that can be printed now, which may be empty."""
@@ -165,7 +168,7 @@ class Pieces:
 
     def _settled(self, token: int) -> str:
         name = self.tokenizer.convert_ids_to_tokens(token)
-        is_special = self.tokenizer.decode([token]) and not self._text([token])
+        is_special = not self._text([token]) and self.tokenizer.decode([token])
         if name is None or is_special or token in self.dropped:
             return ""
         self.tokens.append(token)
@@ -176,6 +179,8 @@ class Pieces:
         settled = CLEANED.sub("", text) if self.tokenizer.clean_up_tokenization_spaces else text.removesuffix("\ufffd")
         piece = text[self.given : len(settled)]
         self.given = max(self.given, len(settled))
+        if len(self.tokens) < 2 * CONTEXT_TOKENS:
+            return piece
         # The last tokens are enough if what is held back, and the character before it, are their text, too.
         last = self._text(self.tokens[-CONTEXT_TOKENS:])
         if self.given and last.endswith(text[self.given - 1 :]):
@@ -183,4 +188,4 @@ class Pieces:
         return piece
 
     def _text(self, tokens: list[int]) -> str:
-        return self.tokenizer.decode(tokens, skip_special_tokens=True)
+        return self._decode(tokens, skip_special_tokens=True)

@@ -287,7 +287,7 @@ def _of_turns(kind: str, turns: Sequence[Mapping] | None, row: Mapping) -> Row:
     if isinstance(row.get("system"), str) and row["system"].strip():
         messages.append({"role": "system", "content": clean(row["system"])})
     for turn in turns or ():
-        message = _message(turn)
+        message = message_of(turn)
         role, last = message["role"], messages[-1] if messages else {"role": None}
         if role == "assistant" and not any(one["role"] == "user" for one in messages):
             mended.append("without the reply that it began with")
@@ -304,7 +304,7 @@ def _of_turns(kind: str, turns: Sequence[Mapping] | None, row: Mapping) -> Row:
     return Row(kind, Chat(messages, _tools(row.get("tools"))), mended=tuple(dict.fromkeys(mended)))
 
 
-def _message(turn: Mapping) -> dict:
+def message_of(turn: Mapping) -> dict:
     """Return a turn in OpenAI's shape, without keys that have no value."""
     turn = {key: value for key, value in turn.items() if value is not None}
     role, name = _role(turn), turn.pop("role", None) or turn.get("from")

@@ -192,8 +192,12 @@ def write_folder(destination: Path, write: Callable[[Path], T], replace: bool = 
 
 
 def remove_leftovers(destination: Path) -> None:
-    """Remove what a `write_folder` that was killed left beside a folder."""
-    for leftover in _beside(real_path(destination)):
+    """Remove what a `write_folder` that was killed left beside a folder; what it was about to replace comes back."""
+    destination = real_path(destination)
+    temporary, old = _beside(destination)
+    if old.exists() and not destination.exists():
+        rename(old, destination)
+    for leftover in (temporary, old):
         shutil.rmtree(leftover, ignore_errors=True)
 
 

@@ -17,7 +17,8 @@ p and label. They are never trained on. Neither is a text's very first token, wh
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+import dataclasses
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -28,7 +29,7 @@ from datasets import Dataset, Features, List, Value
 
 from spectrain.errors import UserError
 from spectrain.stores.files import Count
-from spectrain.stores.folder import FileFacts, M, StoreKind, write_folder, write_manifest
+from spectrain.stores.folder import FileFacts, M, StoreKind, remove_leftovers, write_folder, write_manifest
 
 RESPONSE_COLUMNS = Features(
     {
@@ -159,6 +160,26 @@ def write_responses(folder: str | Path, rows: Iterable[Mapping], manifest: Respo
     save_rows(Path(folder), Dataset.from_list(rows, features=RESPONSE_COLUMNS), manifest)
 
 
+def append_responses(folder: Path, rows: Sequence[Mapping], manifest: ResponseManifest) -> int:
+    """Add rows to a store, without those whose ids it has, and return how many it has then.
+
+    Where there is no store, one is made with this manifest. At any time the folder is the whole old store or the whole
+    new one; the caller holds its lock.
+    """
+    added = Dataset.from_list([{name: row[name] for name in RESPONSE_COLUMNS} for row in rows], RESPONSE_COLUMNS)
+    remove_leftovers(folder)
+    if folder.is_dir() and any(folder.iterdir()):
+        store = open_responses(folder)
+        store.check_fits(manifest.target_fingerprint, manifest.target)
+        known = set(store.rows["id"])
+        added = added.select([number for number, name in enumerate(added["id"]) if name not in known])
+        manifest, added = store.manifest, datasets.concatenate_datasets([store.rows, added])
+    tokens = int(list_lengths(added.data.column("response")).sum())
+    counts = manifest.counts | {"prompts": len(added), "responses": len(added), "tokens": tokens}
+    save_rows(folder, added, dataclasses.replace(manifest, counts=counts), replace=True)
+    return len(added)
+
+
 def open_responses(folder: str | Path) -> ResponseStore:
     """Open a store of responses, or raise UserError where the folder holds no whole one of this version."""
     return ResponseStore(Path(folder), *open_rows(RESPONSES, Path(folder)))
@@ -189,7 +210,7 @@ def newest_acceptance(root: Path, target_fingerprint: str, drafter_fingerprint: 
     )
 
 
-def save_rows(folder: Path, rows: Dataset, manifest: object | None = None) -> None:
+def save_rows(folder: Path, rows: Dataset, manifest: object | None = None, replace: bool = False) -> None:
     """Write rows, and a manifest if it is a whole store, so that the folder appears whole or not at all."""
 
     def write(temporary: Path) -> None:
@@ -199,7 +220,7 @@ def save_rows(folder: Path, rows: Dataset, manifest: object | None = None) -> No
         if manifest is not None:
             write_manifest(temporary, manifest)
 
-    write_folder(folder, write)
+    write_folder(folder, write, replace)
 
 
 def label_columns(manifest: AcceptanceManifest) -> Features:

@@ -1,0 +1,150 @@
+"""Answer requests of OpenAI's API, and show a page to chat on at http://127.0.0.1:8000.
+
+    python -m spectrain.serve target=smollm2
+
+docs/serving.md lists the fields of requests, the limits and the metrics.
+"""
+
+from __future__ import annotations
+
+if __name__ == "__main__":  # first, so that --help and a wrong option are answered before torch is imported
+    from spectrain.cli import run
+
+    run("spectrain.serve")
+
+import errno
+import logging
+import os
+import signal
+import socket
+from contextlib import ExitStack
+from pathlib import Path
+from types import FrameType
+
+import uvicorn
+
+from spectrain.cli import open_target
+from spectrain.config import plain
+from spectrain.config.commands import Serve
+from spectrain.decoding import Sampling, TargetModel, fingerprint, tokenizer_fingerprint
+from spectrain.errors import UserError
+from spectrain.methods.loading import load_method
+from spectrain.serving.access import Access
+from spectrain.serving.server import Limits, Service, make_app
+from spectrain.serving.traffic import TrafficLog
+from spectrain.serving.worker import open_worker
+from spectrain.stores.folder import locked
+from spectrain.stores.rows import ResponseManifest
+from spectrain.stores.signals import SAID, SIGNALS, Terminated
+
+log = logging.getLogger(__name__)
+
+KEY_VARIABLE = "SPECTRAIN_KEY"
+BACKLOG = 1024  # connections that wait to be accepted
+KEEP_ALIVE_S = 30  # of a connection without a request
+
+
+def main(options: Serve) -> None:
+    key = options.api_key or os.environ.get(KEY_VARIABLE) or None
+    access = Access(key, tuple(options.allow_hosts), tuple(options.allow_origins))
+    if key is not None and not key.isascii():
+        raise UserError("the server's key must be of ASCII characters, as headers are; give another api_key")
+    body_bytes = int(options.max_body_mib * 2**20)
+    limits = Limits(body_bytes, options.max_waiting, options.max_new_tokens, options.timeout_s)
+    with ExitStack() as stack:
+        listener = stack.enter_context(bound(options.host, options.port))  # before minutes of loading
+        if options.log_responses is not None:
+            stack.enter_context(locked(Path(options.log_responses)))
+        log.info("loading %s", options.target.path)
+        target = open_target(options.target, all_ranks=True)
+        if target.tokenizer is None:
+            raise UserError(f"target={options.target.path} has no tokenizer; give a folder with one")
+        if target.tokenizer.chat_template is None:
+            log.warning("the target has no chat template: a conversation is one text to it")
+        names = options.methods if isinstance(options.methods, list) else [options.methods]
+        methods = {Path(name).name: load_method(name, target) for name in names}
+        traffic = traffic_log(options, target) if options.log_responses is not None else None
+        worker = open_worker(target, methods, options.batch_size, memory=options.memory, max_length=options.max_length)
+        log.info("warming up: %s", ", ".join(methods))
+        worker.warm_up()
+        stack.callback(worker.close)  # not before: an interrupted warm-up may time the machine for a while
+        sampling = Sampling(**vars(options.sampling))
+        name = options.name or Path(options.target.path).name
+        service = Service(worker, target, name, list(methods), sampling, limits, traffic)
+        listen(listener, options.port)
+        address = "http://{}:{}".format(f"[{options.host}]" if ":" in options.host else options.host, port_of(listener))
+        print(
+            f"{name} answers at {address}/v1, with a page at {address} (methods: {', '.join(methods)}). "
+            f"Ctrl-C finishes what runs.\nnext: curl {address}/v1/models",
+            flush=True,
+        )
+        Server(service, access).run([listener])
+        if traffic is not None:
+            traffic.close()
+    raise Terminated if SIGNALS.first == signal.SIGTERM else KeyboardInterrupt
+
+
+def traffic_log(options: Serve, target: TargetModel) -> TrafficLog:
+    """Open the store that answers are appended to."""
+    manifest = ResponseManifest(
+        target=options.target.path,
+        target_fingerprint=fingerprint(target.model, target.tokenizer),
+        tokenizer_fingerprint=tokenizer_fingerprint(target.tokenizer),
+        sampling=Sampling(**vars(options.sampling)).distribution(),
+        max_new_tokens=options.max_new_tokens,
+        config={"kind": "responses", "source": "serve", "target": plain(options.target)},
+        counts={"failed": 0},
+    )
+    return TrafficLog(Path(options.log_responses), manifest)
+
+
+class Server(uvicorn.Server):
+    """Finishes running requests at the first signal, and ends at once at a second one."""
+
+    def __init__(self, service: Service, access: Access) -> None:
+        quiet = {"log_config": None, "log_level": "warning", "access_log": False, "server_header": False}
+        app = make_app(service, access)
+        super().__init__(
+            uvicorn.Config(app, http="httptools", ws="none", lifespan="off", timeout_keep_alive=KEEP_ALIVE_S, **quiet)
+        )
+        self.service, self._signals = service, SIGNALS.anew()
+        self._ignored = [number for number in SAID if signal.getsignal(number) is signal.SIG_IGN]  # see `Signals`
+
+    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+        if sig in self._ignored:
+            return
+        if self._signals.asked_again(sig):
+            os._exit(SIGNALS.say())
+        if not self.should_exit:
+            n_open = self.service.n_open
+            os.write(2, f"finishing {n_open} requests; a second signal ends them\n".encode() if n_open else b"")
+        self.should_exit = self.service.is_closing = True
+
+
+def bound(host: str, port: int) -> socket.socket:
+    """Return a socket that has an address, at which nobody is heard yet. Raises UserError where it is taken."""
+    try:
+        (family, kind, _, _, address), *_ = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
+        listener = socket.socket(family, kind)
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind(address)
+    except OSError as error:
+        raise not_listening(host, port, error) from error
+    return listener
+
+
+def listen(listener: socket.socket, port: int) -> None:
+    try:
+        listener.listen(BACKLOG)
+    except OSError as error:  # another process was faster
+        raise not_listening(listener.getsockname()[0], port, error) from error
+
+
+def not_listening(host: str, port: int, error: OSError) -> UserError:
+    if error.errno == errno.EADDRINUSE:
+        return UserError(f"port={port} is in use by another process; give another port")
+    return UserError(f"host={host} port={port} cannot be listened at ({error.strerror}); give others")
+
+
+def port_of(listener: socket.socket) -> int:
+    return listener.getsockname()[1]

@@ -1,0 +1,119 @@
+"""What a continuation says, in the shapes of OpenAI's API: text in pieces, calls of tools, log-probabilities."""
+
+from __future__ import annotations
+
+import json
+import re
+import uuid
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING
+
+from transformers import PreTrainedTokenizerBase
+
+from spectrain.decoding import Generation
+from spectrain.decoding.text import Pieces
+
+if TYPE_CHECKING:
+    from spectrain.decoding.loop import TokenLogprobs
+
+OPENER = "<tool_call>"
+TOOL_CALL = re.compile(rf"{OPENER}\s*(\{{.*?\}})\s*</tool_call>\s*", re.DOTALL)
+
+
+class AnswerText:
+    """The text of an answer, in pieces with the source of each.
+
+    If the request offers tools, everything from the first call on is held back, because only the whole can be read.
+    """
+
+    def __init__(
+        self, tokenizer: PreTrainedTokenizerBase, dropped: Iterable[int], stop: Sequence[str], offers_tools: bool
+    ) -> None:
+        self.offers_tools, self.tool_calls = offers_tools, None  # the calls, once the text has ended
+        self._pieces = Pieces(tokenizer, dropped, (*stop, OPENER) if offers_tools else stop)
+        self._plain = Pieces(tokenizer, dropped, stop)  # with the calls
+        self._rest = ""  # of the text, behind what was shown
+
+    @property
+    def has_stopped(self) -> bool:
+        """Whether a stop string has come."""
+        return (self._plain if self.offers_tools else self._pieces).stopped
+
+    def add(self, tokens: Sequence[int], sources: Sequence[int]) -> list[tuple[str, int]]:
+        """Return the pieces of text that can be shown now."""
+        if self.offers_tools:
+            self._rest += "".join(map(self._plain.add, tokens))
+        added = ((self._pieces.add(token), source) for token, source in zip(tokens, sources, strict=True))
+        return self._shown(added)
+
+    def end(self) -> list[tuple[str, int]]:
+        """Return what was held back, after the last token. Calls of tools become `tool_calls`."""
+        if not self.offers_tools:
+            return self._shown([(self._pieces.end(), 0)])
+        self._rest += self._plain.end()
+        self.tool_calls = read_tool_calls(self._rest)
+        return [] if self.tool_calls or not self._rest else [(self._rest, 0)]
+
+    def _shown(self, pieces: Iterable[tuple[str, int]]) -> list[tuple[str, int]]:
+        shown = [(text, source) for text, source in pieces if text]
+        self._rest = self._rest[sum(len(text) for text, _ in shown) :]
+        return shown
+
+
+def read_tool_calls(text: str) -> list[dict] | None:
+    """Return the calls that a text is made of, in OpenAI's shape; None: it is something else."""
+    calls = []
+    for number, found in enumerate(TOOL_CALL.findall(text)):
+        try:
+            call = json.loads(found)
+            function = {"name": call["name"], "arguments": json.dumps(call.get("arguments", {}), ensure_ascii=False)}
+        except (ValueError, KeyError, RecursionError):
+            return None
+        calls.append({"index": number, "id": f"call_{uuid.uuid4().hex[:24]}", "type": "function", "function": function})
+    return None if TOOL_CALL.sub("", text).strip() else calls or None
+
+
+def chat_logprobs(tokenizer: PreTrainedTokenizerBase, tokens: Sequence[int], found: Sequence[TokenLogprobs]) -> dict:
+    """Return the log-probabilities of tokens as chats have them."""
+
+    def entry(token: int, logprob: float) -> dict:
+        text = tokenizer.decode([token])
+        return {"token": text, "logprob": logprob, "bytes": list(text.encode())}
+
+    own = [entry(token, one.logprob) for token, one in zip(tokens, found, strict=True)]
+    tops = [[entry(*pair) for pair in one.top] for one in found]
+    return {"content": [{**one, "top_logprobs": top} for one, top in zip(own, tops, strict=True)]}
+
+
+def completion_logprobs(
+    tokenizer: PreTrainedTokenizerBase, tokens: Sequence[int], found: Sequence[TokenLogprobs], offset: int
+) -> dict:
+    """Return the log-probabilities of tokens as completions have them; their text begins `offset` characters in."""
+    names, offsets = [tokenizer.decode([token]) for token in tokens], []
+    for name in names:
+        offsets.append(offset)
+        offset += len(name)
+    tops = [{tokenizer.decode([token]): logprob for token, logprob in one.top} for one in found]
+    logprobs = [one.logprob for one in found]
+    return {"tokens": names, "token_logprobs": logprobs, "top_logprobs": tops, "text_offset": offsets}
+
+
+def accepted_by_position(generation: Generation) -> list[int]:
+    """Return how many steps accepted a token at each position of the draft."""
+    steps = generation.accepted
+    return [sum(accepted > position for accepted in steps) for position in range(max(steps, default=0))]
+
+
+def statistics_of(generation: Generation, method: str, seconds: float) -> dict:
+    """Return what the page shows of a continuation, whose tokens behind the first took so many seconds."""
+    forwards, accepted, behind = generation.target_forwards, sum(generation.accepted), len(generation.tokens) - 1
+    return {
+        "method": method,
+        "tokens": len(generation.tokens),
+        "tokens_per_s": round(behind / seconds, 1) if behind > 0 and seconds > 0 else None,
+        "tau": round((accepted + forwards) / forwards, 3) if forwards else None,
+        "drafted": sum(generation.drafted),
+        "accepted": accepted,
+        "drafted_by_position": generation.steps_by_depth,
+        "accepted_by_position": accepted_by_position(generation),
+    }

@@ -1,0 +1,229 @@
+"""The HTTP server: OpenAI's API over a `Worker`, and the page at `/`.
+
+A request is checked and tokenized, and each of its choices becomes a request of the engine, whose steps come back over
+a queue (`exchange`). A step is one event of a stream. Steps wait there for a slow client; `max_tokens` bounds them.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import secrets
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+
+from fastapi import FastAPI, Response
+from fastapi.responses import FileResponse, JSONResponse
+from fastapi.staticfiles import StaticFiles
+from starlette.exceptions import HTTPException
+from starlette.middleware.cors import CORSMiddleware
+from starlette.requests import ClientDisconnect
+from starlette.requests import Request as HttpRequest
+
+from spectrain.decoding import Generation, Request, Sampling, TargetModel
+from spectrain.decoding.text import chat_ids
+from spectrain.errors import UserError
+from spectrain.serving.access import Access, Guard, refusal
+from spectrain.serving.exchange import Exchange
+from spectrain.serving.metrics import Metrics
+from spectrain.serving.protocol import (
+    COMPLETION_TOKENS,
+    MOST_CHOICES,
+    ApiError,
+    ChatRequest,
+    CompletionRequest,
+    Fields,
+    parsed,
+)
+from spectrain.serving.traffic import TrafficLog
+from spectrain.serving.worker import Worker
+from spectrain.stores.chats import Broken, message_of
+
+log = logging.getLogger(__name__)
+
+PAGE = Path(__file__).parent / "page"
+BODY_S = 30.0  # for a client to send its request
+RETRY_S = 1  # after which a client that found the queue full should ask again
+
+
+@dataclass(frozen=True)
+class Limits:
+    """What one client cannot take from the others."""
+
+    max_body_bytes: int = 1 << 20
+    max_waiting: int = 64  # requests of the engine that may wait for a row
+    max_tokens: int = 1024  # of an answer whose request does not say
+    timeout_s: float = 600.0  # of a request
+
+
+@dataclass
+class Service:
+    """Everything that requests share."""
+
+    worker: Worker
+    target: TargetModel
+    name: str  # of the target, for clients
+    methods: Sequence[str]
+    sampling: Sampling  # for what a request does not say
+    limits: Limits
+    traffic: TrafficLog | None = None
+    is_closing: bool = False
+    n_open: int = 0  # requests of the engine that have not ended
+    created: int = field(default_factory=lambda: int(time.time()))
+    _joining: asyncio.Task | None = None
+
+    def __post_init__(self) -> None:
+        self.metrics = Metrics(self.worker, self.name)
+
+    @property
+    def max_length(self) -> int:
+        return min(engine.max_length for engine in self.worker.engines.values())
+
+    async def page(self, request: HttpRequest) -> Response:
+        return FileResponse(PAGE / "index.html")
+
+    async def numbers(self, request: HttpRequest) -> Response:
+        return Response(self.metrics.text(), media_type="text/plain; version=0.0.4; charset=utf-8")
+
+    async def health(self, request: HttpRequest) -> Response:
+        if self.is_closing:
+            raise ApiError(503, "the server is closing")
+        return JSONResponse({"status": "ok"})
+
+    async def models(self, request: HttpRequest) -> Response:
+        model = {"id": self.name, "object": "model", "created": self.created, "owned_by": "spectrain"}
+        own = {"max_model_len": self.max_length, "methods": list(self.methods)}
+        return JSONResponse({"object": "list", "data": [model | own]})
+
+    async def answer(self, request: HttpRequest, kind: type[Fields]) -> Response:
+        """Check a request, and hand its choices to the engine."""
+        fields = parsed(kind, await self._body(request))
+        if fields.model not in (None, self.name):
+            raise ApiError(404, f"this server has the model {self.name} only", "model", "model_not_found")
+        method = fields.method or self.methods[0]
+        if method not in self.methods:
+            raise ApiError(400, f"method must be one of {', '.join(self.methods)}", "method")
+        try:
+            prompts = await asyncio.to_thread(self._prompts, fields)
+        except (UserError, Broken) as error:
+            raise ApiError(400, self.sentence(error)) from None
+        if self.is_closing:
+            raise ApiError(503, "the server is closing")
+        asked = self._requests(fields, prompts)
+        if self.n_open + len(asked) > self.limits.max_waiting + self.worker.engines[method].batch_size:
+            raise ApiError(429, "too many requests wait; try again", code="rate_limit_exceeded", retry_s=RETRY_S)
+        return Exchange(self, fields, method, asked)
+
+    async def _body(self, request: HttpRequest) -> bytes:
+        body, most = bytearray(), self.limits.max_body_bytes
+        declared = request.headers.get("content-length", "0")
+        try:
+            async with asyncio.timeout(BODY_S):
+                if not declared.isdecimal() or int(declared) <= most:
+                    async for part in request.stream():
+                        body += part
+                        if len(body) > most:
+                            break
+        except ClientDisconnect:
+            raise ApiError(400, "the client has left") from None
+        except TimeoutError:
+            raise ApiError(408, f"the request did not come within {BODY_S:.0f} s") from None
+        if len(body) > most or (declared.isdecimal() and int(declared) > most):
+            raise ApiError(413, f"the body exceeds {most} bytes")
+        return bytes(body)
+
+    def _prompts(self, fields: Fields) -> list[list[int]]:
+        """Return the prompts as token ids."""
+        tokenizer = self.target.tokenizer
+        if isinstance(fields, ChatRequest):
+            messages = [message_of(message.model_dump(exclude_unset=True)) for message in fields.messages]
+            if tokenizer.chat_template is not None:
+                return [chat_ids(tokenizer, messages, fields.offered)]
+            texts = ["\n".join(message["content"] for message in messages)]  # as `conversation_ids` does
+        elif isinstance(fields.prompt, str):
+            texts = [fields.prompt]
+        else:
+            texts = fields.prompt if isinstance(fields.prompt[0], list) else [fields.prompt]
+            if isinstance(fields.prompt[0], str):
+                texts = fields.prompt
+        return [list(tokenizer(text)["input_ids"]) if isinstance(text, str) else text for text in texts]
+
+    def _requests(self, fields: Fields, prompts: list[list[int]]) -> list[Request]:
+        """Return what the engine is asked: n choices of each prompt."""
+        name = "messages" if isinstance(fields, ChatRequest) else "prompt"
+        if len(prompts) * fields.n > MOST_CHOICES:
+            raise ApiError(400, f"a request may have {MOST_CHOICES} choices in all, prompts times n", "n")
+        sampling, seed = fields.sampling(self.sampling), fields.seed
+        shared = {"sampling": sampling, "stop": fields.stops, "logprobs": fields.n_logprobs}
+        shared["seed"] = secrets.randbits(32) if seed is None else seed
+        wanted = fields.max_tokens
+        if isinstance(fields, ChatRequest) and fields.max_completion_tokens is not None:
+            wanted = fields.max_completion_tokens
+        asked = []
+        for prompt in prompts:
+            room = self.max_length - len(prompt)
+            default = COMPLETION_TOKENS if isinstance(fields, CompletionRequest) else self.limits.max_tokens
+            n_new = min(default, room) if wanted is None else wanted
+            if n_new < 1 or n_new > room:
+                raise ApiError(
+                    400,
+                    f"the context holds {self.max_length} tokens, but the prompt has {len(prompt)} and max_tokens is "
+                    f"{max(n_new, 1)}; shorten the prompt or lower max_tokens",
+                    name,
+                    "context_length_exceeded",
+                )
+            asked += [Request(prompt, n_new, number=number, **shared) for number in range(fields.n)]
+        return asked
+
+    def sentence(self, error: Exception) -> str:
+        """Return an error's sentence without the path of the target."""
+        return str(error).replace(str(self.target.tokenizer.name_or_path), self.name)
+
+    def keep(self, request: Request, generation: Generation, fields: Fields) -> None:
+        """Log an answered request, where that is asked for."""
+        if self.traffic is None:
+            return
+        if isinstance(fields, ChatRequest):
+            first = next((n for n, one in enumerate(fields.messages) if one.role == "user"), 0)
+            conversation = json.dumps([one.model_dump(exclude_unset=True) for one in fields.messages[: first + 1]])
+        else:
+            conversation = str(list(request.prompt))
+        is_time = self.traffic.add(request, generation, conversation)
+        if is_time and (self._joining is None or self._joining.done()):
+            self.traffic.end_file()
+            self._joining = asyncio.create_task(self._join(sorted(self.traffic.work.glob("rows-*.jsonl"))))
+
+    async def _join(self, files: list[Path]) -> None:
+        try:
+            await asyncio.to_thread(self.traffic.join, files)
+        except (UserError, OSError) as error:  # the files stay
+            log.warning("answers are kept in %s: %s", self.traffic.work, error)
+
+
+def make_app(service: Service, access: Access) -> FastAPI:
+    """Return the application."""
+    app = FastAPI(openapi_url=None, docs_url=None, redoc_url=None, redirect_slashes=False)
+    app.mount("/static", StaticFiles(directory=PAGE))
+    app.add_middleware(Guard, access=access)
+    if access.origins:
+        allowed = {"allow_methods": ["GET", "POST"], "allow_headers": ["*"]}
+        app.add_middleware(CORSMiddleware, allow_origins=access.origins, **allowed)
+
+    async def explain(request: HttpRequest, error: Exception) -> Response:
+        if isinstance(error, HTTPException):
+            error = ApiError(error.status_code, str(error.detail))
+        is_known = isinstance(error, ApiError)
+        return refusal(error if is_known else ApiError(500, "the server failed at this request; its log says why"))
+
+    for kind in (ApiError, HTTPException, Exception):
+        app.add_exception_handler(kind, explain)
+    pages = {"/": service.page, "/health": service.health, "/metrics": service.numbers, "/v1/models": service.models}
+    for path, endpoint in pages.items():
+        app.add_route(path, endpoint)
+    for path, fields in (("/v1/chat/completions", ChatRequest), ("/v1/completions", CompletionRequest)):
+        app.add_route(path, partial(service.answer, kind=fields), methods=["POST"])
+    return app

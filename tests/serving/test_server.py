@@ -1,0 +1,426 @@
+"""The server as clients meet it: the `openai` package, plain HTTP, and sockets that misbehave."""
+
+from __future__ import annotations
+
+import json
+import re
+import socket
+import time
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from dataclasses import replace
+from pathlib import Path
+
+import openai
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from data_prep.answers import Answering, Prompt
+from data_prep.server import CompletionServer, read_completion
+from spectrain.decoding import Sampling, generate
+from spectrain.methods.autoregressive import Autoregressive
+from spectrain.serving.access import Access
+from spectrain.serving.server import Limits
+from tests.serving.served import HELLO, ROWS, read, serving
+
+NONSENSE = bytes(range(256)) * 4096  # 1 MiB
+
+
+@pytest.fixture(scope="module")
+def served(shared):
+    with serving(shared / "target") as served:
+        yield served
+
+
+def own_text(served, messages=HELLO, n_new=40, sampling=None, seed=0) -> str:
+    """What the loop writes, without server or engine of its own."""
+    target = served.service.target
+    ids = target.tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=True)["input_ids"]
+    (found,) = generate(target, Autoregressive(), [ids], n_new, sampling, seed=seed)
+    return target.tokenizer.decode(found.tokens, skip_special_tokens=True)
+
+
+def wait_until(holds, seconds: float = 10) -> None:
+    end = time.monotonic() + seconds
+    while not holds():
+        assert time.monotonic() < end, "it did not become so"
+        time.sleep(0.01)
+
+
+@pytest.mark.parametrize("method", ["plain", "pld"])
+def test_a_greedy_answer_is_the_targets_own_whole_and_streamed(served, method):
+    answer = served.chat(method=method)
+    assert answer.choices[0].message.content == own_text(served)
+    assert answer.choices[0].finish_reason == "length"
+    assert answer.usage.completion_tokens == 40
+    stream = read(served.chat(method=method, stream=True))
+    assert (stream.text, stream.finish_reason) == (own_text(served), "length")
+    assert len(stream.parts) > 5
+
+
+def test_completions_take_texts_and_tokens_and_several_prompts(served):
+    tokenizer = served.service.target.tokenizer
+    text = served.complete().choices[0].text
+    ids = tokenizer("def read")["input_ids"]
+    assert served.complete(prompt=ids).choices[0].text == text
+    both = served.complete(prompt=["def read", "import"], n=2, return_token_ids=True)
+    assert [choice.index for choice in both.choices] == [0, 1, 2, 3]
+    assert [choice.text == text for choice in both.choices] == [True, True, False, False]
+    assert both.usage.prompt_tokens == len(ids) + len(tokenizer("import")["input_ids"])
+    assert tokenizer.decode(both.choices[0].token_ids) == text
+    assert served.complete(prompt=[ids, ids], max_tokens=openai.omit).usage.completion_tokens == 2 * 16
+    assert "".join(chunk.choices[0].text for chunk in served.complete(stream=True)) == text
+
+
+def test_prompts_that_no_engine_can_take(served):
+    for prompt, sentence in (([300], "holds token id 300"), ([], "prompt must"), ("", "the prompt is empty")):
+        with pytest.raises(openai.BadRequestError, match=sentence):
+            served.complete(prompt=prompt)
+
+
+def test_data_prep_can_ask_our_own_server(served):
+    """It wants the very tokens, the end of the text included."""
+    server, target = CompletionServer(served.url), served.service.target
+    model = server.find_model()
+    answering = Answering(Sampling(0.9, 50), 40, seed=3, stop_strings=("zq",))
+    prompt = Prompt(5, "five", "", target.tokenizer("def read")["input_ids"])
+    asked = replace(server, model=model)._request(prompt, answering)
+    body = asked.pop("extra_body") | {name: one for name, one in asked.items() if not isinstance(one, openai.Omit)}
+    answer = read_completion(served.http().post("/v1/completions", json=body).text, target, answering)
+    assert (len(answer.tokens), answer.finish_reason, answer.retokenized) == (40, "length", False)
+
+
+def test_a_seed_reproduces_at_any_load_and_choices_differ(served):
+    def ask(seed, method="plain"):
+        answer = served.chat(temperature=0.9, top_p=0.95, top_k=50, min_p=0.001, seed=seed, n=2, method=method)
+        return [choice.message.content for choice in answer.choices]
+
+    alone = ask(5)
+    with ThreadPoolExecutor(8) as pool:
+        crowded = list(pool.map(ask, [5, 1, 2, 5, 3, 4, 5, 2**40]))
+    assert crowded[0] == crowded[3] == crowded[6] == alone == ask(5, "pld")
+    assert alone[0] != alone[1]
+    assert len({tuple(texts) for texts in crowded}) == 6
+    assert len({tuple(ask(None)) for _ in range(3)}) == 3  # without a seed each is another
+    sampling = Sampling(0.9, 50, 0.95, 0.001, draws="shared")
+    assert alone[0] == own_text(served, sampling=sampling, seed=5)
+    greedy = served.chat(n=2)
+    assert greedy.choices[0].message.content == greedy.choices[1].message.content == own_text(served)
+
+
+def test_stop_strings_across_tokens_end_the_text_and_are_never_shown(served):
+    text = own_text(served)
+    stop = text[20:26]
+    before = text[: text.find(stop)]
+    answer = served.chat(stop=["never this", stop])
+    assert (answer.choices[0].message.content, answer.choices[0].finish_reason) == (before, "stop")
+    stream = read(served.chat(stop=stop, stream=True))
+    assert (stream.text, stream.finish_reason) == (before, "stop")
+    shown = ""
+    for part in stream.parts:
+        shown += part
+        assert before.startswith(shown)
+
+
+def test_logprobs_are_those_of_the_target(served, shared):
+    tokenizer = served.service.target.tokenizer
+    model = AutoModelForCausalLM.from_pretrained(shared / "target").eval()
+    ids = tokenizer("def read")["input_ids"]
+    answer = served.complete(logprobs=2, return_token_ids=True, temperature=0.7, seed=3).choices[0]
+    with torch.no_grad():
+        logits = model(torch.tensor([ids + answer.token_ids])).logits[0, len(ids) - 1 : -1]
+    expected = logits.log_softmax(-1)
+    own = expected.gather(1, torch.tensor(answer.token_ids)[:, None])[:, 0]
+    assert answer.logprobs.token_logprobs == pytest.approx(own.tolist(), abs=1e-4)
+    assert answer.logprobs.text_offset[:2] == [0, len(answer.logprobs.tokens[0])]
+    best = max(answer.logprobs.top_logprobs[0].values())
+    assert best == pytest.approx(expected[0].max().item(), abs=1e-4)
+    chat = served.chat(logprobs=True, top_logprobs=3).choices[0].logprobs.content
+    assert len(chat) == 40
+    assert all(len(one.top_logprobs) == 3 and one.top_logprobs[0].logprob == one.logprob for one in chat)  # greedy
+    chunks = [chunk.choices[0].logprobs for chunk in served.chat(logprobs=True, top_logprobs=3, stream=True)]
+    assert [one for found in chunks if found for one in found.content] == chat
+    assert bytes(chat[0].bytes).decode() == chat[0].token
+
+
+def test_usage_counts_what_was_known_of_the_prompt_and_the_metrics_agree(served):
+    def tokens_of(name: str) -> float:
+        text = served.http().get("/metrics").text
+        return sum(map(float, re.findall(rf"^spectrain:{name}{{.*}} (\S+)$", text, re.MULTILINE)))
+
+    names = ("prompt_tokens_total", "generation_tokens_total", "request_success_total")
+    before = [tokens_of(name) for name in names]
+    messages = [{"role": "user", "content": "x" * 80}]
+    first = served.chat(messages=messages)
+    messages += [first.choices[0].message.to_dict(), {"role": "user", "content": "and then?"}]
+    *_, last = served.chat(messages=messages, max_tokens=9, stream=True, stream_options={"include_usage": True})
+    assert (first.usage.prompt_tokens_details.cached_tokens, last.choices) == (0, [])
+    assert last.usage.prompt_tokens_details.cached_tokens > 40
+    prompts = first.usage.prompt_tokens + last.usage.prompt_tokens
+    assert [tokens_of(name) - old for name, old in zip(names, before, strict=True)] == [prompts, 49, 2]
+    assert tokens_of("num_requests_running") == tokens_of("num_requests_waiting") == 0
+    assert tokens_of("time_to_first_token_seconds_count") == tokens_of("e2e_request_latency_seconds_count") > 1
+
+
+def test_annotated_pieces_are_the_text_and_statistics_come_last(served):
+    text, chunks = "", list(served.chat(method="pld", annotate=True, stream=True))
+    for chunk in chunks[:-1]:
+        pieces = chunk.spectrain["pieces"]
+        assert "".join(piece for piece, _ in pieces) == chunk.choices[0].delta.content
+        assert {source for _, source in pieces} <= {"root", "input"}
+        text += chunk.choices[0].delta.content
+    assert text == own_text(served)
+    assert chunks[-1].choices[0].finish_reason == "length"
+    own = chunks[-1].spectrain
+    assert (own["method"], own["tokens"]) == ("pld", 40)
+    assert own["accepted"] == sum(own["accepted_by_position"])
+    assert own["drafted_by_position"][: len(own["accepted_by_position"])] >= own["accepted_by_position"]
+    assert served.chat(annotate=True).spectrain["drafted"] == 0
+
+
+def test_tools_go_to_the_template_unless_none_is_chosen(served):
+    tool = {"type": "function", "function": {"name": "look_up", "parameters": {"type": "object"}}}
+    told = [{"role": "user", "content": "Hello"}]
+    with_tools = served.chat(tools=[tool]).usage.prompt_tokens
+    assert (
+        with_tools
+        > served.chat(tools=[tool], tool_choice="none").usage.prompt_tokens
+        == served.chat().usage.prompt_tokens
+    )
+    call = {"id": "1", "type": "function", "function": {"name": "look_up", "arguments": '{"a": 1}'}}
+    told += [{"role": "assistant", "content": None, "tool_calls": [call]}]
+    told += [{"role": "tool", "tool_call_id": "1", "content": [{"type": "text", "text": "42"}]}]
+    assert served.chat(messages=told).choices[0].message.content == own_text(
+        served, [HELLO[0], {"role": "assistant", "content": ""}, {"role": "tool", "content": "42"}]
+    )
+
+
+REFUSED = {
+    "temperature": ({"temperature": 3}, 400, "temperature must be less than or equal to 2"),
+    "unknown": ({"tempratur": 0}, 400, "unknown field: tempratur; did you mean temperature?"),
+    "penalty": ({"presence_penalty": 0.5}, 400, "presence_penalty is not supported"),
+    "format": ({"response_format": {"type": "json_object"}}, 400, "response_format is not supported"),
+    "bias": ({"logit_bias": {"5": 1}}, 400, "logit_bias is not supported"),
+    "choice": ({"tools": [], "tool_choice": "required"}, 400, "tool_choice must be 'none' or 'auto'"),
+    "content": ({"messages": [{"role": "user", "content": 5}]}, 400, "messages.0.content must be a valid string or a"),
+    "role": ({"messages": [{"role": "king", "content": ""}]}, 400, "messages.0.role must be 'system', 'developer'"),
+    "image": ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, 400, "messages.0.content"),
+    "template": ({"messages": [{"role": "user", "content": "refuse"}]}, 400, "template of tiny cannot render"),
+    "none": ({"messages": []}, 400, "messages: List should have at least 1 item"),
+    "missing": ({"messages": None}, 400, "messages must be there"),
+    "length": ({"max_tokens": 1000}, 400, "the context holds 256 tokens, but the prompt has"),
+    "prompt": ({"messages": [{"role": "user", "content": "x y" * 400}]}, 400, "shorten the prompt"),
+    "stops": ({"stop": ["a"] * 5}, 400, "stop must be a valid string or"),
+    "method": ({"method": "magic"}, 400, "method must be one of plain, pld, gate"),
+    "model": ({"model": "gpt-5"}, 404, "this server has the model tiny only"),
+    "annotate": ({"annotate": True, "n": 2}, 400, "annotate is for n=1"),
+    "tops": ({"top_logprobs": 2}, 400, "top_logprobs is for logprobs=true"),
+    "options": ({"stream_options": {"include_usage": True}}, 400, "stream_options is for stream=true"),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_what_is_refused_is_named_in_openais_shape(served, case):
+    fields, status, sentence = REFUSED[case]
+    body = {"model": "tiny", "messages": HELLO, "max_tokens": 4} | fields
+    answer = served.http().post("/v1/chat/completions", json=body)
+    assert answer.status_code == status, answer.text
+    error = answer.json()["error"]
+    assert error["message"].find(sentence) >= 0, error
+    assert error.keys() == {"message", "type", "param", "code"}
+    assert str(Path(served.service.target.tokenizer.name_or_path)) not in answer.text
+    with pytest.raises(openai.NotFoundError if status == 404 else openai.BadRequestError):
+        served.client().post("/chat/completions", body=body, cast_to=object)
+
+
+def test_fields_without_effect_are_taken(served):
+    more = {"user": "u", "metadata": {"a": "b"}, "store": False, "service_tier": "auto", "presence_penalty": 0.0}
+    more |= {"response_format": {"type": "text"}, "logit_bias": {}, "top_p": None, "stop": None}
+    body = {"messages": HELLO, "max_completion_tokens": 40, "temperature": 0, **more}
+    answer = served.http().post("/v1/chat/completions", json=body).json()
+    assert answer["choices"][0]["message"] == {"role": "assistant", "content": own_text(served)}
+
+
+def test_paths_that_are_not_served(served):
+    for method, path, status in (
+        ("GET", "/v1/nothing", 404),
+        ("GET", "/v1/completions", 405),
+        ("POST", "/v1/models", 405),
+    ):
+        answer = served.http().request(method, path)
+        assert (answer.status_code, answer.json()["error"]["type"]) == (status, "invalid_request_error")
+    assert served.http().get("/static/../server.py").status_code == 404
+    assert served.http().get("/static/%2e%2e/server.py").status_code == 404
+
+
+@pytest.mark.parametrize(
+    "body", [NONSENSE, NONSENSE[:-1], b"", b"[]", b"7", b'{"messages": ' + b"[" * 10000, b'{"a":"\\ud800"}']
+)
+@pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/completions"])
+def test_nonsense_and_deep_json_are_refused(served, path, body):
+    answer = served.http().post(path, content=body)
+    assert answer.status_code == 400
+    assert len(answer.text) < 400
+    deep = b'{"prompt": "a", "messages": [{"role": "user", "content": "", "tool_calls": [' + b'{"a":' * 10000
+    assert served.http().post(path, content=deep + b"1" + b"}" * 10000).status_code == 400
+
+
+def test_a_body_is_limited_before_it_is_read(served):
+    def parts():
+        for _ in range(40):
+            yield b"x" * 2**16
+
+    assert served.http().post("/v1/completions", content=NONSENSE + b"x").status_code == 413
+    assert served.http().post("/v1/completions", content=parts()).status_code == 413  # without a length
+    assert served.http().get("/health").json() == {"status": "ok"}
+
+
+def test_many_wrong_items_cost_little(served):
+    for body in ({"prompt": [None] * 200_000}, {"messages": [{}] * 200_000}, {str(n): n for n in range(50_000)}):
+        began = time.monotonic()
+        assert served.http().post("/v1/completions", json=body).status_code == 400
+        assert time.monotonic() - began < 5
+
+
+def test_the_page_and_what_a_browser_may_do_with_answers(served):
+    page = served.http().get("/")
+    assert page.headers["content-security-policy"].startswith("default-src 'self'")
+    assert page.headers["cache-control"] == "no-cache"
+    for name in re.findall(r'(?:src|href)="(static/[^"]+)"', page.text):
+        assert served.http().get(f"/{name}").headers["x-content-type-options"] == "nosniff"
+    assert "static/page.js" in page.text
+    assert (
+        "access-control-allow-origin"
+        not in served.http(headers={"origin": "http://evil.example"}).get("/v1/models").headers
+    )
+    (model,) = served.http().get("/v1/models").json()["data"]
+    assert (model["id"], model["methods"], model["max_model_len"]) == ("tiny", ["plain", "pld", "gate"], 256)
+    assert [one.id for one in served.client().models.list()] == ["tiny"]
+
+
+def test_foreign_hosts_and_origins_are_refused(served):
+    port = served.url.rpartition(":")[2]
+    for host, status in (
+        ("evil.example", 403),
+        (f"localhost:{port}", 200),
+        ("[::1]", 200),
+        ("10.0.0.7:80", 200),
+        ("[", 400),
+    ):
+        assert served.http(headers={"host": host}).get("/health").status_code == status, host
+    body = {"prompt": "a", "max_tokens": 1}
+    for origin, status in (("http://evil.example", 403), ("null", 403), (served.url, 200), ("http://[", 400)):
+        answer = served.http(headers={"origin": origin}).post("/v1/completions", json=body)
+        assert answer.status_code == status, origin
+
+
+def test_a_key_and_named_origins(shared):
+    access = Access("secret", ("models.example",), ("http://pages.example",))
+    with serving(shared / "target", access=access) as served:
+        for key in ("x", "secre", "secret2", "sécret"):
+            answer = served.http(headers={"authorization": f"Bearer {key}".encode()}).get("/v1/models")
+            assert (answer.status_code, answer.json()["error"]["code"]) == (401, "invalid_api_key")
+        assert served.http().get("/metrics").status_code == 401
+        assert served.http().get("/health").status_code == served.http().get("/").status_code == 200
+        with pytest.raises(openai.AuthenticationError):
+            served.chat()
+        assert [one.id for one in served.client(api_key="secret").models.list()] == ["tiny"]
+        allowed = {"origin": "http://pages.example", "host": "models.example"}
+        asks = {"access-control-request-method": "POST", "access-control-request-headers": "authorization"}
+        preflight = served.http(headers=allowed | asks).options("/v1/completions")
+        assert preflight.headers["access-control-allow-origin"] == "http://pages.example"
+        answer = served.http(headers=allowed | {"authorization": "Bearer secret"}).get("/v1/models")
+        assert answer.headers["access-control-allow-origin"] == "http://pages.example"
+        assert served.http(headers={**asks, "origin": "http://evil.example"}).options("/v1/models").status_code == 400
+
+
+@pytest.fixture
+def small(shared):
+    """A server whose queue holds one request."""
+    with serving(shared / "target", Limits(max_waiting=1)) as served:
+        yield served
+
+
+def test_a_full_queue_says_when_to_come_back_and_leaving_frees_rows(small):
+    worker = small.service.worker
+    with (
+        small.http() as client,
+        client.stream(
+            "POST",
+            "/v1/completions",
+            json={
+                "prompt": "def read",
+                "n": ROWS,
+                "temperature": 0,
+                "method": "gate",
+                "max_tokens": 200,
+                "stream": True,
+            },
+        ) as answer,
+    ):
+        lines = answer.iter_lines()  # closing it would be leaving
+        next(lines)
+        with pytest.raises(openai.RateLimitError) as caught:
+            small.complete(method="gate", n=2)
+        assert caught.value.response.headers["retry-after"] == "1"
+        assert caught.value.body["code"] == "rate_limit_exceeded"
+    small.gate.open.set()  # the client has left
+    wait_until(lambda: worker.n_running == small.service.n_open == 0)
+    assert small.complete(method="gate").choices[0].finish_reason == "length"
+
+
+def test_a_request_that_takes_too_long_is_ended(small, monkeypatch):
+    monkeypatch.setattr(small.service, "limits", Limits(timeout_s=1.0))
+    with pytest.raises(openai.InternalServerError) as caught:
+        small.complete(method="gate", max_tokens=200)
+    assert caught.value.status_code == 504
+    with pytest.raises(openai.APIError, match="took longer than 1 s"):
+        list(small.complete(method="gate", stream=True, max_tokens=200))
+    small.gate.open.set()
+    wait_until(lambda: small.service.worker.n_running == small.service.n_open == 0)
+
+
+def test_a_client_that_does_not_read_costs_nothing_but_its_row(small):
+    body = json.dumps({"prompt": "a", "max_tokens": 200, "n": 4, "stream": True, "logprobs": 20, "method": "gate"})
+    with socket.socket() as slow:
+        slow.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 2048)
+        slow.connect(("127.0.0.1", int(small.url.rpartition(":")[2])))
+        slow.sendall(
+            f"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: {len(body)}\r\n\r\n{body}".encode()
+        )
+        small.gate.open.set()
+        assert small.chat().choices[0].finish_reason == "length"  # meanwhile
+        wait_until(lambda: small.service.worker.n_running == small.service.n_open == 0)
+
+
+def test_requests_that_are_never_finished_or_cut_off_leave_nothing_behind(served):
+    port = int(served.url.rpartition(":")[2])
+    for sent in (b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: 50\r\n\r\n{", NONSENSE):
+        with socket.socket() as client, suppress(ConnectionError):
+            client.connect(("127.0.0.1", port))
+            client.sendall(sent)
+    assert served.chat().choices[0].finish_reason == "length"
+    assert served.service.n_open == 0
+
+
+def test_a_failure_of_the_model_or_the_server_is_told_without_its_reason(served, monkeypatch):
+    def fail(*arguments):
+        raise RuntimeError("/secret/path and a prompt")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(served.service.worker.engines["pld"].drafter, "propose", fail)
+        answer = served.http().post("/v1/completions", json={"prompt": "a", "method": "pld", "stream": True})
+        assert "server_error" in answer.text
+        assert "secret" not in answer.text
+        patched.setattr(served.service, "_prompts", fail)
+        answer = served.http().post("/v1/completions", json={"prompt": "a"})
+        assert answer.status_code == 500
+        assert answer.json()["error"]["message"] == "the server failed at this request; its log says why"
+    assert served.complete(method="pld").choices[0].finish_reason == "length"
+
+
+def test_a_closing_server_takes_no_new_requests(served, monkeypatch):
+    monkeypatch.setattr(served.service, "is_closing", True)
+    for answer in (served.http().get("/health"), served.http().post("/v1/completions", json={"prompt": "a"})):
+        assert (answer.status_code, answer.json()["error"]["type"]) == (503, "server_error")
