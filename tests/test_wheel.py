@@ -28,9 +28,9 @@ def test_a_wheel_composes_its_config_in_an_empty_folder(tmp_path):
     for name in ("pystdlib-8l", *locations.SHIPPED):
         assert (site / "spectrain/checkpoints" / name / "model.safetensors").is_file()
     assert all((site / "spectrain/checkpoints" / name / "manifest.json").is_file() for name in locations.SHIPPED_STORES)
-    templates = [file.relative_to(ROOT) for file in ROOT.glob("spectrain/*/templates/*")]
-    assert len(templates) == 3
-    assert all((site / template).is_file() for template in templates)
+    files = [*ROOT.glob("spectrain/*/templates/*"), *ROOT.glob("spectrain/serving/page/*")]
+    assert len(files) == 3 + 4
+    assert all((site / file.relative_to(ROOT)).is_file() for file in files)
     # The unpacked wheel stands before the checkout on the path, so it is what runs.
     environment = {**os.environ, "PYTHONPATH": str(site)}
     command = [sys.executable, "-m", "spectrain.train", "--cfg", "job", "+exp=spire"]
