@@ -14,7 +14,7 @@ from spectrain.decoding import TargetModel, load_target
 from tests.conftest import SMALL_TRAINING, tiny_model
 from tests.models.test_artifacts import export_spire
 
-SPECTRAIN = ("train", "generate", "chat", "serve", "bench", "export", "cost", "report")
+SPECTRAIN = ("train", "generate", "chat", "serve", "bench", "export", "cost", "recommend", "report")
 PLD = "method=pld prompt=def"
 SPIRE = f"+exp=spire corpus={{corpus}} {' '.join(SMALL_TRAINING)}"
 # A command with options, and words that its sentence has. {target}, {corpus}, {stored} and {other} are filled in.
@@ -72,6 +72,7 @@ UNKNOWN_METHOD = [
     ("generate method=magic prompt=def", "magic pld"),
     ("chat method=magic", "magic pld"),
     ("bench methods=[magic] prompts=prompts.jsonl", "magic"),
+    ("recommend methods=[magic] prompts=prompts.jsonl", "magic"),
     ("generate method=no/where prompt=def", "no/where"),
     ("export method=magic", "magic"),
     ("serve port=0 methods=[magic]", "magic pld"),

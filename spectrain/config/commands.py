@@ -251,6 +251,34 @@ class Bench(Artifacts, Built):
 
 
 @dataclass
+class Recommend(Artifacts):
+    """Measure this machine for some minutes, and say which method to use for a target."""
+
+    prompts: str | None = option(
+        None,
+        "chat, code or math, which come with spectrain, or a file as for spectrain.bench, whose first 200 prompts are "
+        "asked in random order; null: chat if the target has a chat template, else code",
+        path=True,
+    )
+    minutes: float = option(4.0, "that all of it takes, about; more of them make intervals narrower", above=0)
+    batch_size: list[int] | None = option(
+        None,
+        "rows decoded together, each in turn; null: 1, and 4 on a CPU or 16 on a GPU if memory holds them",
+        least=1,
+    )
+    methods: Any = option(
+        None,
+        "all, or names of conf/method/ and exported folders; null: those that have been the fastest in our benchmarks",
+        several=True,
+    )
+    target: Target = group(Target)
+    sampling: Sampling = group(Sampling)
+    max_new_tokens: int = option(64, "the most tokens per reply", least=2)
+    seed: int = SEED
+    json: bool = option(False, "true: print JSON in place of the tables")
+
+
+@dataclass
 class Responses(Artifacts, Built, Server):
     """Let the target answer prompts."""
 

@@ -8,16 +8,23 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 
+from spectrain.config import conf_dir
 from spectrain.errors import check_whole
 from spectrain.stores.prompts import Question, read_prompts
 from spectrain.stores.texts import STDLIB_HELD_OUT, is_held_out, read_documents
 
+BUNDLED = ("chat", "code", "math")  # kinds of prompts that come with spectrain, in conf/questions/
 STDLIB_QUESTIONS = 20
 STDLIB_CHARACTERS = 1200  # of a module, to be continued
 
 
 def read_questions(prompts: str | None, limit: int | None) -> list[Question]:
-    """Read the first `limit` questions of a prompt file; without a file, of the standard library (20 by default)."""
+    """Read the first `limit` questions of a prompt file, or of code, chat or math, which come with spectrain.
+
+    Without a file they are of the standard library (20 by default).
+    """
+    if prompts in BUNDLED and not Path(prompts).exists():
+        prompts = str(conf_dir() / "questions" / f"{prompts}.jsonl")
     if prompts is not None:
         return read_prompts(prompts, limit)
     if limit is not None:

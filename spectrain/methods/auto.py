@@ -91,6 +91,7 @@ class Auto(Drafter):
         self._size = 1, 0  # nodes and reads of this step
         draws = {one.draws for one in methods.values()}
         self.draws = draws.pop() if len(draws) == 1 else Drafter.draws
+        self.folders = [folder for one in methods.values() for folder in one.folders]
         self.artifacts = {kind: path for one in methods.values() for kind, path in one.artifacts.items()}
         self.store = next((store for one in methods.values() if (store := one.store)), None)
 

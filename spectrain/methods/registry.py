@@ -163,9 +163,9 @@ def build_method(
     drafter.timed_as = f"{name}-{digest(options)}"
     if ranks and isinstance(drafter, LookupDrafter):
         drafter.rank()
+    drafter.folders = [str(options[option]) for option in FOLDERS if options.get(option)]
     if chooses:
         drafter = Auto({name: drafter})
-    drafter.folders = [str(options[option]) for option in FOLDERS if options.get(option)]
     drafter.target = target
     return drafter
 
@@ -203,7 +203,6 @@ def _build_auto(asked: Sequence[str], target: TargetModel, artifacts: Mapping[st
     for reason, without in left_out.items():
         log.info("without %s: %s", ", ".join(without), reason)
     drafter = Auto(found)
-    drafter.folders = [folder for one in found.values() for folder in one.folders]
     kinds = {kind for name in found for kind in artifact_kinds(method_config(name)).values()}
     drafter.artifacts |= {kind: folder for kind, folder in artifacts.items() if kind in kinds}
     return drafter

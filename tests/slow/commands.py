@@ -18,7 +18,7 @@ from pathlib import Path
 from tests.conftest import FIT_TOKENS, SMALL_TRAINING, write_target_and_corpus
 
 COMMANDS = {
-    **{name: f"spectrain.{name}" for name in ("train", "generate", "bench", "export", "cost", "report")},
+    **{name: f"spectrain.{name}" for name in ("train", "generate", "bench", "export", "cost", "recommend", "report")},
     **{name: f"data_prep.{name}" for name in ("responses", "activations", "acceptance", "datastore", "target")},
 }
 LIMIT_S = 300.0

@@ -1,0 +1,104 @@
+"""`python -m spectrain.recommend` as a user types it, on a tiny target: a table, advice, and lines to type next."""
+
+from __future__ import annotations
+
+import json
+import os
+import shlex
+from pathlib import Path
+
+import pytest
+
+from spectrain import recommend
+from spectrain.decoding import load_target
+from spectrain.measure.questions import BUNDLED, read_questions
+from spectrain.stores.environment import core_seconds
+from tests.models.test_artifacts import export_spire
+
+QUICK = ("methods=[pld,logitspec]", "max_new_tokens=8", "minutes=10")
+
+
+@pytest.fixture
+def spire(shared, tmp_path) -> str:
+    return str(export_spire(tmp_path / "my drafter", load_target(shared / "target")))
+
+
+def next_lines(out: str) -> list[list[str]]:
+    return [shlex.split(line)[2:] for line in out.splitlines() if line.startswith("next: spectrain ")]
+
+
+def test_each_setting_is_measured_and_written_as_json(run):
+    code, out, err = run("recommend", *QUICK, "batch_size=[1,2]", "json=true")
+    assert code == 0, err
+    found = json.loads(out)
+    settings = found["settings"]
+    assert [one["setting"] for one in settings] == [
+        *("greedy, batch 1", "T = 0.8, batch 1", "greedy, batch 2", "T = 0.8, batch 2")
+    ]
+    for one in settings:
+        assert {"autoregressive", "auto"} <= set(one["left"]) <= {"autoregressive", "auto", "pld", "logitspec"}
+        assert one["recommended"] in one["methods"]
+        assert one["methods"]["autoregressive"]["speedup"] == 1
+    assert all(method["lossless"] for method in settings[0]["methods"].values())
+    assert settings[0]["prompts"] == 16  # of code: the tiny target has no chat template
+    assert found["advice"].startswith("use ")
+    assert "by the throughput model one would have" in found["drafter"]
+
+
+def test_the_lines_to_type_next_work(run, typed):
+    code, out, err = run("recommend", *QUICK, "batch_size=[1]")
+    assert code == 0, err
+    assert "times plain" in " ".join(out.split())
+    lines = next_lines(out)
+    assert [line[0] for line in lines if line[0] in ("generate", "train")][-1] == "train"
+    name, *arguments = next(line for line in lines if line[0] == "generate")
+    code, out, err = typed(name, *arguments, "max_new_tokens=4", "baseline=false")
+    assert (code, "def read_config(path):" in out) == (0, True), err
+
+
+def test_a_given_drafter_is_measured_and_stands_in_the_lines(run, spire):
+    code, out, err = run("recommend", *QUICK[1:], "methods=[spire]", f"drafter={spire}", "batch_size=[1]")
+    assert code == 0, err
+    assert "With its trained drafter spire is" in out
+    assert "my drafter" in out
+    assert not any(line[0] == "train" for line in next_lines(out))
+    folders = [a for line in next_lines(out) for a in line if a.startswith("drafter=")]
+    assert set(folders) <= {f"drafter={spire}"}
+
+
+def test_too_little_time_is_one_sentence_with_a_way_on(run):
+    code, out, err = run("recommend", *QUICK[:2], "minutes=0.0001")
+    assert code == 0, err
+    said = " ".join(out.split())
+    assert "Use auto, which chooses by itself: 0.0001 minutes were enough for 0 prompts, too few" in said
+    assert next_lines(out)[0][:2] == ["generate", "method=auto"]
+
+
+def test_prompts_that_are_all_too_long_are_one_sentence(run):
+    code, out, err = run("recommend", *QUICK[:1], "max_new_tokens=300")
+    assert (code, out) == (2, "")
+    assert "error: no prompt was answered (UserError: the prompt has " in err
+    assert "context holds 256; shorten the prompt or lower max_new_tokens" in err
+
+
+def test_other_work_on_the_machine_is_reported(run, monkeypatch):
+    seconds = iter([(0.0, 0.0), (10.0, 4.0)])
+    monkeypatch.setattr(recommend, "core_seconds", lambda: next(seconds))
+    code, out, err = run("recommend", *QUICK[:2], "minutes=0.0001")
+    assert "Other processes took 40% of the cores meanwhile" in out, err
+
+
+def test_the_seconds_of_other_processes_are_those_of_the_own_cores_without_the_own_ones(monkeypatch):
+    stat = "cpu  900 0 0 0 0 0 0 0 0 0\ncpu0 700 0 0 0 0 0 0 0 0 0\ncpu1 100 20 30 5000 6000 4 5 41 70 80\nintr 5\n"
+    monkeypatch.setattr(Path, "read_text", lambda path: stat)
+    monkeypatch.setattr(os, "sched_getaffinity", lambda process: {1})
+    monkeypatch.setattr(os, "sysconf", lambda name: 100)
+    monkeypatch.setattr(os, "times", lambda: (0.3, 0.2, 0.1, 0.1, 9.0))
+    assert core_seconds()[1] == pytest.approx(2.0 - 0.7)
+
+
+@pytest.mark.parametrize("kind", BUNDLED)
+def test_prompts_of_each_kind_come_along(kind):
+    asked = read_questions(kind, None)
+    assert len(asked) == 16
+    assert all(20 < len(question.turns[0]) < 400 for question in asked)
