@@ -36,12 +36,15 @@ def main() -> None:
     prompts = questions(args.prompts, args.limit)
     batches = [prompts[i : i + args.batch_size] for i in range(0, len(prompts), args.batch_size)]
     checkouts = [HERE, *([args.other.resolve()] if args.other else [])]
-    workers = [Worker(checkout, sys.argv[1:]) for checkout in checkouts]
+    command, workers = [sys.executable, str(Path(__file__).resolve()), *sys.argv[1:], "--worker"], []
+    for checkout in checkouts:
+        paths = os.pathsep.join([str(checkout), *filter(None, [os.environ.get("PYTHONPATH")])])
+        workers.append(Worker(command, cwd=checkout, env=os.environ | {"PYTHONPATH": paths}))
     speeds = {method: [] for method in (PLAIN, *args.methods)}
     for turn, batch in enumerate([*batches[:WARM_UPS], *args.turns * batches]):
         order = [(method, place) for method in speeds for place in range(len(workers))]
         random.shuffle(order)
-        found = {(method, place): workers[place].speed(method, batch) for method, place in order}
+        found = {(method, place): workers[place].ask(method, batch) for method, place in order}
         for method, rows in speeds.items():
             if turn >= WARM_UPS:
                 rows.append([found[method, place] for place in range(len(workers))])
@@ -100,26 +103,21 @@ def line_of(row: dict) -> str:
 
 
 class Worker:
-    """A process that decodes with the code of one checkout."""
+    """A process that answers questions, both lines of JSON."""
 
-    def __init__(self, checkout: Path, arguments: list[str]) -> None:
-        command = [sys.executable, str(Path(__file__).resolve()), *arguments, "--worker"]
-        paths = os.pathsep.join([str(checkout), *filter(None, [os.environ.get("PYTHONPATH")])])
-        pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
-        self.process = subprocess.Popen(command, cwd=checkout, env=os.environ | {"PYTHONPATH": paths}, **pipes)
-        self.answer()
+    def __init__(self, command: list[str], **options: object) -> None:
+        self.process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, **options)
+        self.ready = self.answer()  # what it says before it is asked
 
-    def speed(self, method: str, prompts: list[str]) -> float:
-        """Tokens per second of answers to these prompts, in one batch."""
-        self.process.stdin.write(json.dumps([method, prompts]) + "\n")
-        self.process.stdin.flush()
+    def ask(self, *question: object) -> object:
+        print(json.dumps(question), file=self.process.stdin, flush=True)
         return self.answer()
 
     def answer(self) -> object:
         for line in self.process.stdout:
             if line.startswith(RESULT):
                 return json.loads(line.removeprefix(RESULT))
-        raise SystemExit("error: a checkout cannot run this; its own message stands above")
+        raise SystemExit("error: a process cannot run this; its own message stands above")
 
 
 def work(args: argparse.Namespace) -> None:

@@ -30,7 +30,7 @@ KINDS = {
     "target": [f"model.{size}" for size in ("vocab_size=300", "hidden_size=32", "num_hidden_layers=2")],
 }
 PROMPT = "def read_config_3(path):"
-ALLOWED = (".safetensors", ".json", ".jinja", ".md", ".npz")  # what an export of a run may hold
+ALLOWED = (".safetensors", ".json", ".jinja", ".md", ".npz", ".py")  # what an export of a run may hold
 
 
 @pytest.fixture(scope="module")
@@ -61,10 +61,11 @@ def test_a_run_is_exported_as_training_exported_it(trained, kind, tmp_path, type
     code, _, err = typed("export", f"run={trained / kind}", f"out={out}")
     assert code == 0, err
     theirs = trained / f"{kind}-exported"
-    names = {str(file.relative_to(out)) for file in out.rglob("*")}
-    assert names == {str(file.relative_to(theirs)) for file in theirs.rglob("*")}
+    names = {str(file.relative_to(out)) for file in out.rglob("*") if file.is_file()}
+    assert names == {str(file.relative_to(theirs)) for file in theirs.rglob("*") if file.is_file()}
     assert all(name.endswith(ALLOWED) for name in names)
     assert {"README.md", "tokenizer.json", "config.json"} <= names
+    assert ("decode/custom_generate/generate.py" in names) == (kind != "target")
     for name in names:
         assert (out / name).read_bytes() == (theirs / name).read_bytes(), name
     if kind != "target":
@@ -92,7 +93,8 @@ def test_a_drafter_is_exported_in_the_dtype_that_is_asked_for(trained, tmp_path,
 
 def test_a_vanilla_export_is_an_assistant_of_transformers(trained, shared):
     target = AutoModelForCausalLM.from_pretrained(shared / "target")
-    assistant = AutoModelForCausalLM.from_pretrained(trained / "vanilla-exported")
+    assistant = AutoModelForCausalLM.from_pretrained(trained / "vanilla-exported", trust_remote_code=True)
+    assert "generate" not in vars(assistant)  # its own, not that of the folder's decode/
     tokenizer = AutoTokenizer.from_pretrained(trained / "vanilla-exported")
     assert assistant.config.vocab_size == target.config.vocab_size
     assert assistant.generation_config.eos_token_id == target.generation_config.eos_token_id
@@ -211,6 +213,7 @@ def test_a_lookup_method_is_exported_with_its_datastore_and_drafts_as_before(sha
     assert sum(ours.drafted) > 0
     assert load_method(out, target, max_nodes=5).max_nodes == 5
     names = {str(file.relative_to(out)) for file in out.rglob("*") if file.is_file()}
+    assert "decode/custom_generate/generate.py" in names
     kept = (*ALLOWED, ".npy", "corpus.jsonl")
     assert all(name.endswith(kept) for name in names)
     card = (out / "README.md").read_text()

@@ -29,7 +29,7 @@ def test_a_wheel_composes_its_config_in_an_empty_folder(tmp_path):
         assert (site / "spectrain/checkpoints" / name / "model.safetensors").is_file()
     assert all((site / "spectrain/checkpoints" / name / "manifest.json").is_file() for name in locations.SHIPPED_STORES)
     files = [*ROOT.glob("spectrain/*/templates/*"), *ROOT.glob("spectrain/serving/page/*")]
-    assert len(files) == 3 + 4
+    assert len(files) == 4 + 4
     assert all((site / file.relative_to(ROOT)).is_file() for file in files)
     # The unpacked wheel stands before the checkout on the path, so it is what runs.
     environment = {**os.environ, "PYTHONPATH": str(site)}

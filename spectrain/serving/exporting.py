@@ -33,7 +33,7 @@ from spectrain.models.artifacts import (
 from spectrain.models.packages import target_path
 from spectrain.retrieval.calibration import CALIBRATION
 from spectrain.retrieval.datastore import Datastore, largest_datastore
-from spectrain.serving.cards import lookup_card, trained_card
+from spectrain.serving.cards import TEMPLATES, lookup_card, trained_card
 from spectrain.stores.files import write_json
 from spectrain.stores.folder import MANIFEST
 from spectrain.stores.locations import CHECKPOINTS, bundled_folder
@@ -44,6 +44,7 @@ from spectrain.training.runs import RunFolder
 log = logging.getLogger(__name__)
 
 CARD = "README.md"
+DECODE = Path("decode", "custom_generate", "generate.py")  # beside a model: in it, it would replace its own `generate`
 
 
 @dataclass(frozen=True)
@@ -105,11 +106,18 @@ def write_export(folder: Path, out: Path, export: Export) -> None:
         tokenizer.save_pretrained(folder)
         prints = fingerprint(target.model, tokenizer), tokenizer_fingerprint(tokenizer)
         write_manifest(folder, trained_artifact(kind, path, prints[0], trained, prints[1]))
+        write_decode(folder)
         about_target = engine_path(path), prints[0]
     card = trained_card(kind, named(out), about_target, run.config, trained, run.attempts)
     (folder / CARD).write_text(card)
     for file in folder.rglob("*.safetensors"):  # safetensors makes files that nobody but their owner may read
         shutil.copymode(folder / CARD, file)
+
+
+def write_decode(folder: Path) -> None:
+    """Write what lets the `generate` of transformers decode with an export; see `transformers_generate.py`."""
+    (folder / DECODE).parent.mkdir(parents=True)
+    shutil.copyfile(TEMPLATES / "custom_generate.py", folder / DECODE)
 
 
 def named(out: Path) -> str:
@@ -196,6 +204,7 @@ def write_lookup(folder: Path, out: Path, export: LookupExport) -> None:
     write_json(folder / "config.json", facts)
     artifact = Artifact("lookup", export.target, ranked_by, made_of, vocabulary, facts.method, facts.options, folders)
     write_manifest(folder, artifact)
+    write_decode(folder)
     card = lookup_card(named(out), (engine_path(export.target), vocabulary), facts.method, facts.options, about_store)
     (folder / CARD).write_text(card)
 

@@ -15,6 +15,8 @@ from spectrain.errors import UserError
 from spectrain.methods.autoregressive import Autoregressive
 from spectrain.methods.folders import find_artifact
 from spectrain.retrieval.datastore import largest_datastore, open_datastore
+from spectrain.serving.cards import TEMPLATES
+from spectrain.serving.exporting import DECODE
 from spectrain.stores.locations import SHIPPED, SHIPPED_STORES, shipped_folders
 from tests.models.test_artifacts import export_spire
 
@@ -66,6 +68,7 @@ def test_each_shipped_folder_has_a_card_with_its_numbers_and_is_small():
             assert trained["tau"], folder
             assert "Acceptance length tau" in card
         assert "/tmp" not in card + (folder / "spectrain.json").read_text()
+        assert (folder / DECODE).read_bytes() == (TEMPLATES / "custom_generate.py").read_bytes()
         assert sum(file.stat().st_size for file in folder.iterdir()) < 24e6
 
 

@@ -1,0 +1,165 @@
+"""Greedy texts of one row at a time, beside openvino-genai and llama.cpp on the same weights, in turns.
+
+    python scripts/bench_engines.py --prompts gsm8k.jsonl instructions.jsonl humaneval.jsonl \\
+        --openvino ov/bin/python ov/smollm2 --llamacpp llama/bin/python smollm2-f32.gguf --out engines.json
+    python scripts/bench_engines.py --busy 1 ...                              # all of it beside a busy process
+
+Each engine runs in a process of its own, under the Python that is named before its model, and gets the same token ids.
+Tokens/s count the reading of prompts. `ratio` is a setting's speed over that of `--over`, the geometric mean over
+prompts with its 95 % interval; `same` is the share of texts that are those of our first method. docs/measuring.md says
+how the environments are made.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import random
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import numpy as np
+from compare_checkouts import RESULT, Worker, interval
+
+Write = Callable[[list[int]], list[int]]  # token ids of a prompt -> those of its continuation
+
+
+def ours(model: str, n_new: int, eos_ids: Sequence[int], methods: Sequence[str]) -> dict[str, Write]:
+    from spectrain import load_method, load_target
+    from spectrain.decoding import generate
+
+    target = load_target(model)
+    drafters = {name: load_method(name, target) for name in methods}
+    return {name: lambda ids, d=one: generate(target, d, [ids], n_new)[0].tokens for name, one in drafters.items()}
+
+
+def openvino(model: str, n_new: int, eos_ids: Sequence[int], threads: int) -> dict[str, Write]:
+    """Plain decoding and prompt lookup, in float32 and in the dtype that it takes by itself."""
+    from openvino import Tensor
+    from openvino_genai import GenerationConfig, LLMPipeline, TokenizedInputs
+
+    settings = {}
+    for dtype, precision in (("float32", {"INFERENCE_PRECISION_HINT": "f32"}), ("default", {})):
+        for way, lookup in (("plain", {}), ("lookup", {"prompt_lookup": True})):
+            pipeline = LLMPipeline(model, "CPU", INFERENCE_NUM_THREADS=threads, **precision, **lookup)
+            config = GenerationConfig(max_new_tokens=n_new, stop_token_ids=set(eos_ids), do_sample=False)
+            if lookup:
+                config.num_assistant_tokens, config.max_ngram_size = 5, 3
+
+            def write(ids: list[int], pipeline=pipeline, config=config) -> list[int]:
+                prompt = np.array([ids], dtype=np.int64)
+                inputs = TokenizedInputs(Tensor(prompt), Tensor(np.ones_like(prompt)))
+                return list(pipeline.generate(inputs, config).tokens[0])
+
+            settings[f"openvino {way}, {dtype}"] = write
+    return settings
+
+
+def llamacpp(model: str, n_new: int, eos_ids: Sequence[int], threads: int) -> dict[str, Write]:
+    """Plain decoding and prompt lookup, with the weights of a GGUF file and keys and values in float32."""
+    from llama_cpp import Llama
+    from llama_cpp.llama_speculative import LlamaPromptLookupDecoding
+
+    settings = {}
+    for way, draft in (("plain", None), ("lookup", LlamaPromptLookupDecoding(max_ngram_size=3, num_pred_tokens=5))):
+        options = {"n_threads": threads, "n_threads_batch": threads, "type_k": 0, "type_v": 0, "verbose": False}
+        llama = Llama(model, n_ctx=2048, draft_model=draft, logits_all=draft is not None, **options)
+
+        def write(ids: list[int], llama=llama) -> list[int]:
+            llama.reset()  # nothing is reused of an earlier prompt
+            tokens = []
+            for token in llama.generate(ids, temp=0.0):
+                tokens.append(token)
+                if token in eos_ids or len(tokens) == n_new:
+                    return tokens
+
+        settings[f"llama.cpp {way}"] = write
+    return settings
+
+
+def work(engine: str, *arguments: object) -> None:
+    """Continue prompts that come by line, timed, until there are none."""
+    settings = {"ours": ours, "openvino": openvino, "llamacpp": llamacpp}[engine](*arguments)
+    print(RESULT + json.dumps(list(settings)), flush=True)
+    for line in sys.stdin:
+        name, ids = json.loads(line)
+        began = time.perf_counter()
+        tokens = settings[name](ids)
+        print(RESULT + json.dumps([time.perf_counter() - began, tokens]), flush=True)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--target", default="smollm2")
+    parser.add_argument("--methods", nargs="+", default=["autoregressive", "pld", "spire", "auto"])
+    parser.add_argument("--openvino", nargs=2, metavar=("PYTHON", "MODEL"))
+    parser.add_argument("--llamacpp", nargs=2, metavar=("PYTHON", "GGUF"))
+    parser.add_argument("--prompts", nargs="+", help="files, as bench reads them", default=[None])
+    parser.add_argument("--limit", type=int, default=4, help="prompts of each file")
+    parser.add_argument("--new", type=int, default=128, help="tokens of a text, at most")
+    parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--turns", type=int, default=2)
+    parser.add_argument("--busy", type=int, default=0, help="processes that compute meanwhile")
+    parser.add_argument("--over", help="the setting that all are compared with; our plain decoding by default")
+    parser.add_argument("--out", type=Path, help="JSON file of the results")
+    parser.add_argument("--worker", help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    if args.worker:
+        return work(*json.loads(args.worker))
+    # The Python of another engine has nothing of what follows.
+    from transformers import GenerationConfig
+
+    from spectrain.decoding.loading import read_tokenizer
+    from spectrain.measure.questions import read_questions
+    from spectrain.measure.tables import show, table_of
+    from spectrain.models.packages import target_path
+    from spectrain.stores.environment import cpu_name, date_now
+    from spectrain.stores.files import write_json
+    from spectrain.stores.prompts import question_ids
+
+    folder = target_path(args.target)
+    tokenizer, eos = read_tokenizer(folder), GenerationConfig.from_pretrained(folder).eos_token_id
+    shared = args.new, eos if isinstance(eos, list) else [eos]
+    questions = [question for file in args.prompts for question in read_questions(file, args.limit)]
+    prompts = [question_ids(tokenizer, question, []) for question in questions]
+    given = {"ours": (sys.executable, args.target), "openvino": args.openvino, "llamacpp": args.llamacpp}
+    environment, workers = os.environ | {"OMP_NUM_THREADS": str(args.threads)}, []
+    for name, (python, model) in ((name, one) for name, one in given.items() if one):
+        more = args.methods if name == "ours" else args.threads
+        workers.append(
+            Worker([python, __file__, "--worker", json.dumps([name, model, *shared, more])], env=environment)
+        )
+    by_setting = {setting: worker for worker in workers for setting in worker.ready}
+    found, first = {setting: [] for setting in by_setting}, workers[0].ready[0]
+    busy = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(args.busy)]
+    try:
+        for ids in [*prompts[:2], *args.turns * prompts]:
+            for setting in random.sample(list(by_setting), len(by_setting)):
+                found[setting].append(by_setting[setting].ask(setting, ids))
+    finally:
+        for process in busy:
+            process.kill()
+    rows, over = [], None
+    for setting in [args.over or first, *found]:
+        seconds, texts = zip(*found[setting][2:], strict=True)  # the first two warmed up
+        logs = np.log([len(text) / s for s, text in zip(seconds, texts, strict=True)])
+        over = logs if over is None else over
+        same = np.mean([text == own for text, (_, own) in zip(texts, found[first][2:], strict=True)])
+        speed = sum(map(len, texts)) / sum(seconds)
+        mean, low, high = interval(logs - over)
+        cells = {"tokens/s": f"{speed:.1f}", "ratio": f"{mean:.2f} [{low:.2f}, {high:.2f}]", "same": f"{same:.2f}"}
+        rows.append({"setting": setting, **cells})
+    frame = table_of(rows[1:])
+    show([(f"{len(prompts)} prompts, beside {args.busy} busy processes", frame)], 120)
+    if args.out:
+        command = " ".join(["python scripts/bench_engines.py", *sys.argv[1:]])
+        result = {"command": command, "date": date_now(), "machine": cpu_name(), "columns": list(frame)}
+        write_json(args.out, result | {"rows": frame.to_numpy().tolist(), "texts": found})
+
+
+if __name__ == "__main__":
+    main()

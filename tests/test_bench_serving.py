@@ -1,0 +1,125 @@
+"""scripts/bench_serving.py against a server whose times and faults are known; scripts/bench_engines.py by itself."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import threading
+import time
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+
+import pytest
+
+from tests.support.scripts import SCRIPTS, load_script
+
+FIRST_S, GAP_S = 0.1, 0.04  # until the first chunk, and between two chunks; `auto` halves both
+
+
+class Server(BaseHTTPRequestHandler):
+    """Answers with `max_tokens` words, two to a chunk, and with whatever faults `wrong` names."""
+
+    wrong = ""
+
+    def do_GET(self) -> None:
+        models = {"data": [{"id": "tiny", "methods": ["auto", "autoregressive"]}]}
+        metrics = f'spectrain:num_requests_running{{model_name="tiny"}} {float(self.wrong == "stuck")}\n# HELP x'
+        self.send({"/v1/models": json.dumps(models), "/metrics": metrics}.get(self.path, ""))
+
+    def do_POST(self) -> None:
+        sent = self.rfile.read(int(self.headers["content-length"]))
+        try:
+            body = json.loads(sent)
+            n_tokens, quick = body["max_tokens"], 2 if body["method"] == "auto" else 1
+            is_right = (
+                n_tokens > 0 and body["temperature"] in (0, 0.8) and not {"top_p", "response_format"} & body.keys()
+            )
+        except (ValueError, TypeError, KeyError, RecursionError):
+            is_right = False
+        if not is_right:
+            return self.send("{}", 500 if self.wrong == "malformed" else 400)
+        self.send("")
+        for start in range(0, n_tokens, 2):
+            time.sleep((GAP_S if start else FIRST_S) / quick)
+            text = "other" if self.wrong == "text" and quick == 2 else f"{start} {start + 1} "
+            done = "length" if start + 2 >= n_tokens and not (self.wrong == "broken" and quick == 2) else None
+            self.say({"choices": [{"text": text, "finish_reason": done}]})
+        self.say({"choices": [], "usage": {"completion_tokens": n_tokens}})
+
+    def send(self, content: str, status: int = 200) -> None:
+        self.send_response(status)
+        self.end_headers()
+        self.wfile.write(content.encode())
+
+    def say(self, chunk: dict) -> None:
+        try:
+            self.wfile.write(f"data: {json.dumps(chunk)}\n\n".encode())
+        except ConnectionError:  # the client has left
+            self.close_connection = True
+
+    def log_message(self, *arguments: object) -> None:
+        pass
+
+
+@pytest.fixture
+def measure(tmp_path, monkeypatch):
+    """Runs the script against such a server; returns its exit code and its results."""
+
+    def call(*arguments: str, wrong: str = "") -> tuple[int, dict]:
+        monkeypatch.setattr(ThreadingHTTPServer, "request_queue_size", 64)
+        server = ThreadingHTTPServer(("127.0.0.1", 0), type("Server", (Server,), {"wrong": wrong}))
+        threading.Thread(target=server.serve_forever, args=(0.02,), daemon=True).start()
+        shared = ["--base-url", f"http://127.0.0.1:{server.server_port}", "--completions", "--max-tokens", "8"]
+        try:
+            script = load_script("bench_serving")
+            script.END_S = 0.1
+            code = script.main([*shared, *arguments, "--out", str(tmp_path / "out.json")])
+        finally:
+            server.shutdown()
+            server.server_close()
+        return code, json.loads((tmp_path / "out.json").read_text())
+
+    return call
+
+
+def test_times_are_those_of_the_server(measure):
+    code, found = measure("--concurrency", "3", "--rate", "40", "--requests", "4", "--turns", "2")
+    assert code == 0
+    assert [(run["load"], run["method"]) for run in found["runs"]] == [
+        ("3", "auto"),
+        ("3", "autoregressive"),
+        ("40.0/s", "auto"),
+        ("40.0/s", "autoregressive"),
+    ]
+    for run in found["runs"]:
+        quick = 2 if run["method"] == "auto" else 1
+        for name, least_s in {"TTFT": FIRST_S, "ITL": GAP_S, "TPOT": 3 / 7 * GAP_S}.items():  # chunks of two tokens
+            assert 990 * least_s / quick < run[name][1] < 9000 * least_s / quick  # a busy machine makes them longer
+    assert [run["ratio"] > 1 for run in found["runs"][:2]] == [True, False]
+
+
+@pytest.mark.parametrize(
+    ("wrong", "fault"),
+    [
+        ("", None),
+        ("text", "not the target's own"),
+        ("malformed", "malformed, but 500"),
+        ("broken", "broke off (200)"),
+        ("stuck", "left in rows or waiting"),
+    ],
+)
+def test_a_soak_tells_each_fault(measure, wrong, fault):
+    code, found = measure("--soak", "60", wrong=wrong)
+    assert found["soak"]["faults"].keys() == ({fault} if fault else set())
+    assert code == bool(fault)
+    assert set(found["soak"]["requests"]) == {"whole", "leaving", "malformed"}
+
+
+def test_engines_are_compared_on_the_same_prompts(tmp_path):
+    out = tmp_path / "out.json"
+    options = ["--target", "pystdlib-8l", "--methods", "autoregressive", "pld", "--limit", "2", "--new", "8"]
+    subprocess.run([sys.executable, SCRIPTS / "bench_engines.py", *options, "--busy", "1", "--out", out], check=True)
+    plain, lookup = json.loads(out.read_text())["rows"]
+    assert plain[0] == "autoregressive"
+    assert plain[2:] == ["1.00 [1.00, 1.00]", "1.00"]
+    assert (lookup[0], lookup[3]) == ("pld", "1.00")
