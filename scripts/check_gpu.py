@@ -109,7 +109,8 @@ class Sizes:
     questions: dict[int, int]  # for shipped drafters, by batch size
     shipped: str  # their target
     methods: tuple[str, ...]  # that draft with them, `auto` at last
-    training: tuple[str, ...]  # options of the one that is timed
+    trainings: tuple[str, ...]  # options of each
+    training: tuple[str, ...]  # more options of the one that is timed
     flags: tuple[str, ...] = ()  # of this script
     files: tuple[str, ...] = ()  # of questions
 
@@ -125,6 +126,7 @@ FULL = Sizes(
     questions={1: 12, 32: 96},
     shipped="smollm2",
     methods=("spire", "spire_sssd", "auto"),
+    trainings=("corpus.max_documents=400",),
     training=("max_steps=30", "data.row_tokens=2048", "data.batch_size=8"),
 )
 TINY = Sizes(
@@ -133,6 +135,10 @@ TINY = Sizes(
     questions={1: 1, 4: 4},
     shipped=BUNDLED,
     methods=("spire", "auto"),
+    trainings=(
+        "corpus.max_documents=60",
+        "input=trained",
+    ),  # no input is fitted, which takes a CPU longer than the rest
     training=("max_steps=5", "data.row_tokens=64", "data.batch_size=4"),
 )
 
@@ -193,7 +199,7 @@ def greedy_texts(sizes: Sizes) -> Iterator[Row]:
 def check_training(sizes: Sizes, trainer: str) -> Iterator[Row]:
     """Train SPIRe for a few steps on all GPUs, or on one rank on the CPU."""
     rows = "data.batch_size=8", "data.val_rows=8", "data.row_tokens=128"
-    run = trained(*rows, f"trainer={trainer}", "trainer.compile=none", "max_steps=20")
+    run = trained(*sizes.trainings, *rows, f"trainer={trainer}", "trainer.compile=none", "max_steps=20")
     loss = load_json(run / "result.json")["metrics"]["eval/loss"]
     yield Row(f"trainer={trainer}", note=f"20 steps, held-out loss {loss:.3f}")
 
@@ -203,7 +209,8 @@ def time_training(sizes: Sizes) -> Iterator[Row]:
     target = Path(tempfile.mkdtemp())
     for part in (random_model(sizes), load_target(bundled_folder(BUNDLED)).tokenizer):
         part.save_pretrained(target)
-    logged = read_curve(trained(f"target={target}", *sizes.training, "data.val_rows=4", "trainer.log_every_n_steps=5"))
+    options = *sizes.trainings, *sizes.training, "data.val_rows=4", "trainer.log_every_n_steps=5"
+    logged = read_curve(trained(f"target={target}", *options))
     yield Row("SPIRe training, 8 rows of 2,048 tokens", logged_values(logged, "train/tokens_per_s")[-1], "tokens/s")
     for share in logged_values(logged, "train/mfu")[-1:]:
         yield Row("share of the peak FLOP/s in training", 100 * share, "%")
@@ -213,15 +220,7 @@ def trained(*options: str) -> Path:
     """Train SPIRe and return the run folder. What an error says last is the section's failure."""
     folder = Path(tempfile.mkdtemp())
     command = [
-        *(
-            sys.executable,
-            "-m",
-            "spectrain.train",
-            "+exp=spire",
-            *options,
-            "corpus.max_documents=400",
-            "select.every=0",
-        ),
+        *(sys.executable, "-m", "spectrain.train", "+exp=spire", *options, "select.every=0"),
         *([] if ON_GPU else ["trainer.accelerator=cpu", "trainer.devices=1"]),
         *("tau.context_tokens=[32]", "tau.contexts=2", "tau.new_tokens=8", "tau.temperatures=[0.0]"),
         *("tau.timed_contexts=1", f"run_dir={folder}/run", f"out={folder}/export"),

@@ -7,6 +7,7 @@ slot then changes the text, and rounding does not.
 from __future__ import annotations
 
 import copy
+import gc
 import json
 import os
 import shutil
@@ -46,6 +47,7 @@ from spectrain.retrieval.datastore import Datastore, Manifest, write_manifest, w
 from spectrain.retrieval.fusion import RetrievalOptions, Retriever
 from spectrain.stores import locations, row_cache
 from spectrain.stores.texts import train_tokenizer
+from tests.support import forks
 
 CACHE = tempfile.TemporaryDirectory()
 os.environ["HF_HOME"] = CACHE.name  # of commands in processes of their own, too
@@ -151,23 +153,36 @@ def _compiled(tmp_path_factory):
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Give each of several processes (-n 2) one thread.
+    """Give each of several processes (-n 2) one thread, and all of them one Python that starts at once.
 
+    Libraries and tests are a million objects that stay, which would be looked through again and again for garbage.
     A shell makes background processes ignore Ctrl-C, which tests send to their own processes.
     """
+    gc.disable()
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)
     if hasattr(config, "workerinput"):
         torch.set_num_threads(1)
         os.environ.setdefault("OMP_NUM_THREADS", "1")
+    elif not torch.cuda.is_available():  # which a fork could not use
+        os.environ[forks.PYTHON] = forks.write_python(Path(CACHE.name))
+
+
+def pytest_collection_finish() -> None:
+    gc.freeze()
+    gc.enable()
 
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log):
-    """Keep the tests of a file in one process, so that what they share is made once."""
+    """Keep the tests of a file in one process, so that what they share is made once, but for those of `tests/slow`."""
     from xdist.scheduler import LoadFileScheduling
 
-    return LoadFileScheduling(config, log)
+    class Scheduling(LoadFileScheduling):
+        def _split_scope(self, nodeid: str) -> str:
+            return nodeid if nodeid.startswith("tests/slow/") else super()._split_scope(nodeid)
+
+    return Scheduling(config, log)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -224,7 +239,7 @@ def _nothing_shipped(monkeypatch, request):
 def _small_commands(monkeypatch):
     """Fit a drafter's input on little, and draw no picture of a training. Fixtures of a module draw them."""
     monkeypatch.setattr("spectrain.training.spire.FIT_TOKENS", FIT_TOKENS)
-    monkeypatch.setattr("spectrain.train.write_png", lambda figure, file: Image.new("L", (1, 1)).save(file))
+    monkeypatch.setattr("spectrain.train.write_png", small_picture)
 
 
 @pytest.fixture(autouse=True)
@@ -239,6 +254,11 @@ def _no_rank_is_left():
     for name in ("RANK", "LOCAL_RANK", "NODE_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
         os.environ.pop(name, None)
     rank_zero_only.rank = 0
+
+
+def small_picture(figure: object, file: Path) -> None:
+    """Write a picture, without drawing the figure."""
+    Image.new("L", (1, 1)).save(file)
 
 
 FIT_TOKENS = 1000  # from which the input of a drafter is fitted, so that a training begins at once

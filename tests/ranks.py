@@ -1,6 +1,6 @@
 """Commands on several real ranks, one after the other in the same processes: imports are paid once.
 
-    torchrun --nproc-per-node 2 -m tests.ranks jobs.json
+    torchrun --nproc-per-node 2 -m tests.ranks jobs.json        (`launch`)
 
 A job is `{"command": ..., "arguments": [...], "interrupt": step, "poison": step, "dies": how, "rounds": true}`; without
 a command it is `spectrain.train`. Rank zero is interrupted at one step, rank one gets a weight that is NaN at the
@@ -15,6 +15,7 @@ from __future__ import annotations
 import json
 import os
 import signal
+import subprocess
 import sys
 from pathlib import Path
 
@@ -22,12 +23,17 @@ import torch
 from lightning import Callback
 from safetensors.torch import save_file
 
-from spectrain import cli
+from spectrain import cli, train
 from spectrain.errors import UserError
 from spectrain.training import fit as fitting
 from spectrain.training import spire
 from spectrain.training.strategies import whole_state
-from tests.conftest import FIT_TOKENS
+from tests.conftest import FIT_TOKENS, small_picture
+from tests.support import forks
+
+ROOT = Path(__file__).parent.parent
+ENVIRONMENT = {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+LIMIT_S = 300
 
 DEATHS = {
     "early": UserError("rows=3 must be even; give rows=4"),
@@ -84,8 +90,14 @@ def run(
     command: str = "spectrain.train",
 ) -> int:
     """One command; its exit code."""
-    callbacks, leave_ranks, argv, fit_tokens = fitting.callbacks, cli.leave_ranks, sys.argv, spire.FIT_TOKENS
-    spire.FIT_TOKENS, spire.STORED_DTYPE = FIT_TOKENS, torch.bfloat16 if rounds else torch.float32
+    changed = [(fitting, "callbacks"), (cli, "leave_ranks"), (sys, "argv"), (train, "write_png")]
+    changed += [(spire, "FIT_TOKENS"), (spire, "STORED_DTYPE")]
+    before, callbacks = [getattr(*one) for one in changed], fitting.callbacks
+    train.write_png, spire.FIT_TOKENS, spire.STORED_DTYPE = (
+        small_picture,
+        FIT_TOKENS,
+        torch.bfloat16 if rounds else torch.float32,
+    )
     fitting.callbacks = lambda cfg, run, peak: [Watch(run.path, interrupt, poison, dies), *callbacks(cfg, run, peak)]
     cli.leave_ranks = lambda: None  # DeepSpeed keeps its groups for the life of a process
     sys.argv = [command, *arguments]
@@ -94,8 +106,28 @@ def run(
     except SystemExit as stop:
         return int(stop.code or 0)
     finally:
-        fitting.callbacks, cli.leave_ranks, sys.argv, spire.FIT_TOKENS = callbacks, leave_ranks, argv, fit_tokens
+        for one, value in zip(changed, before, strict=True):
+            setattr(*one, value)
     return 0
+
+
+def torchrun(n_ranks: int, folder: Path, *command: str) -> subprocess.CompletedProcess:
+    """Run a module on ranks, in a folder; ranks and torchrun are forks."""
+    python = os.environ.get(forks.PYTHON, sys.executable)
+    typed = [python, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(n_ranks), "-m", *command]
+    environment = {**os.environ, **ENVIRONMENT, "PYTHON_EXEC": python}
+    return subprocess.run(typed, cwd=folder, env=environment, capture_output=True, text=True, timeout=LIMIT_S)
+
+
+def launch(n_ranks: int, folder: Path, jobs: list[dict]) -> subprocess.CompletedProcess:
+    """Do jobs on ranks, in a folder, and see that each has the exit code that it has as `code`, or by its strikes."""
+    expected = [job.pop("code", 130 if "interrupt" in job else 2 if "poison" in job else 0) for job in jobs]
+    (folder / "jobs.json").write_text(json.dumps(jobs))
+    done = torchrun(n_ranks, folder, "tests.ranks", "jobs.json")
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-6000:]
+    codes = json.loads((folder / "codes.json").read_text())
+    assert codes == expected, done.stdout[-3000:] + done.stderr[-6000:]
+    return done
 
 
 def main() -> None:

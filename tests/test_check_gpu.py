@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import json
+import os
 import sys
 from pathlib import Path
 from types import SimpleNamespace
@@ -13,6 +14,7 @@ import torch
 from torch.autograd import DeviceType
 
 from spectrain.methods.registry import method_names
+from tests.support import forks
 
 ROOT = Path(__file__).parent.parent
 
@@ -39,7 +41,8 @@ def check(script, monkeypatch, tmp_path, capfd):
 
 @pytest.mark.slow
 @pytest.mark.shipped
-def test_all_sections_at_small_sizes(check, tmp_path):
+def test_all_sections_at_small_sizes(check, tmp_path, monkeypatch):
+    monkeypatch.setattr(sys, "executable", os.environ.get(forks.PYTHON, sys.executable))
     questions, n = tmp_path / "questions.jsonl", len(method_names())
     questions.write_text("".join(f'{{"question": "def f{i}(x): what is it?"}}\n' for i in range(6)))
     code, measured, sections = check("--tiny", "--prompts", str(questions))

@@ -153,7 +153,8 @@ def _drawn(sampling: Sampling | RowSampling, logits: Tensor, uniforms: Tensor) -
 
 def sampling_of(rows: Sequence[Sampling]) -> Sampling | RowSampling:
     """Return one sampling for rows, which is a plain one where they choose alike."""
-    return rows[0] if all(row == rows[0] for row in rows) else RowSampling(rows)
+    alike = len({*map(id, rows)}) == 1 or all(row == rows[0] for row in rows)  # mostly one object
+    return rows[0] if alike else RowSampling(rows)
 
 
 def argmax(logits: Tensor) -> Tensor:

@@ -25,9 +25,8 @@ from tests.data_prep.conftest import (
     save_responses,
     source,
 )
+from tests.support import forks
 
-ROOT = Path(__file__).parent.parent.parent
-ENVIRONMENT = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
 N_RESPONSES = 120  # each a part, except the one that is too long
 
 
@@ -57,21 +56,15 @@ def launch(made, ready, shared, tmp_path_factory) -> tuple[Path, dict[str, list[
         {"command": f"data_prep.{name}", "arguments": [*arguments, f"out={folder / name}"]}
         for name, arguments in typed.items()
     ]
-    (folder / "jobs.json").write_text(json.dumps(jobs))
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    ended = subprocess.run(
-        [*torchrun, "-m", "tests.ranks", "jobs.json"], cwd=folder, env=ENVIRONMENT, capture_output=True, text=True
-    )
-    assert ended.returncode == 0, ended.stderr
-    assert json.loads((folder / "codes.json").read_text()) == [0, 2, 0, 0], ended.stderr
+    jobs[1]["code"] = 2  # a prompt without room
+    ended = ranks.launch(2, folder, jobs)
     return folder, typed, ended
 
 
 def kill_amid(work: Path, arguments: list[str]) -> None:
     """Kills data_prep.acceptance after twenty parts."""
-    started = subprocess.Popen(
-        [sys.executable, "-m", "data_prep.acceptance", *arguments], env=ENVIRONMENT, stderr=subprocess.DEVNULL
-    )
+    command = [os.environ.get(forks.PYTHON, sys.executable), "-m", "data_prep.acceptance", *arguments]
+    started = subprocess.Popen(command, env={**os.environ, **ranks.ENVIRONMENT}, stderr=subprocess.DEVNULL)
     while len(list(work.glob("part-*"))) < 20:
         assert started.poll() is None
         time.sleep(0.005)

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -14,10 +12,10 @@ from safetensors.torch import load_file
 
 from spectrain.stores.rows import open_acceptance, open_responses
 from spectrain.training.runs import RunFolder
+from tests import ranks
 from tests.data_prep.conftest import build_options, contents, kept_ids, same_rows
 
-ROOT = Path(__file__).parent.parent.parent
-STEPS = 20
+STEPS = 8
 
 
 def training(shared: Path) -> list[str]:
@@ -26,7 +24,7 @@ def training(shared: Path) -> list[str]:
         *("data.row_tokens=32", "data.batch_size=4", "data.val_rows=6", f"max_steps={STEPS}", "export_dtype=float32"),
         *("trainer.accelerator=cpu", "trainer.precision=32-true", "trainer.log_every_n_steps=1", "select.every=0"),
         *("tau.context_tokens=[16]", "tau.contexts=1", "tau.new_tokens=8", "tau.temperatures=[0.0]"),
-        *("tau.timed_contexts=1", "trainer.val_check_interval=10"),
+        *("tau.timed_contexts=1", "trainer.val_check_interval=4"),
     ]
 
 
@@ -48,20 +46,6 @@ def drafter(ready: Path) -> list[str]:
     return [f"drafter={ready / 'spire'}"]
 
 
-def launch(n_ranks: int, folder: Path, jobs: list[dict]) -> str:
-    """Does jobs of `tests.ranks` in a folder; what they said."""
-    (folder / "jobs.json").write_text(json.dumps(jobs))
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(n_ranks)]
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
-    done = subprocess.run(
-        [*torchrun, "-m", "tests.ranks", "jobs.json"], cwd=folder, env=environment, capture_output=True, text=True
-    )
-    assert done.returncode == 0, done.stderr[-6000:]
-    codes = json.loads((folder / "codes.json").read_text())
-    assert codes == [job.pop("code", 130 if "interrupt" in job else 0) for job in jobs], done.stderr[-6000:]
-    return done.stderr
-
-
 @pytest.fixture(scope="module")
 def runs(shared, made, ready, tmp_path_factory) -> Path:
     """Everything on two groups of two ranks (`tp-`) and in one process (`one-`); runs that go from one to the other."""
@@ -81,12 +65,22 @@ def runs(shared, made, ready, tmp_path_factory) -> Path:
         for way, more in (("one", []), ("tp", tp))
     }
     bench = [f"target={made / 'target'}", "methods=[pld,spire]", *drafter(ready), f"prompts={folder / 'p.jsonl'}"]
-    bench += ["max_new_tokens=12", "limit=4", "out=tp-bench"]
-    launch(1, folder, [job("one"), job("one-two", interrupt=7), *prepared["one"]])
-    launch(4, folder, [job("tp", *tp), job("tp-cut", *tp, interrupt=7), job("one-two", *tp), *prepared["tp"]])
-    launch(2, folder, [{"command": "spectrain.bench", "arguments": [*bench, "target.parallel=tp"]}])
-    again = {"command": "spectrain.export", "arguments": ["run=tp", "out=tp-again"]}
-    launch(1, folder, [job("tp-cut"), again])
+    bench += ["max_new_tokens=12", "limit=4", "out=tp-bench", "target.parallel=tp"]  # by all four
+
+    def alone(*jobs: dict, code: int = 0) -> None:
+        assert [ranks.run(**one) for one in jobs] == [code] * len(jobs)
+
+    before = Path.cwd()
+    os.chdir(folder)
+    try:
+        alone(job("one-two", "trainer.devices=1", interrupt=3), code=130)
+        alone(job("one", "trainer.devices=1"), *prepared["one"])
+        jobs = [job("tp", *tp), job("tp-cut", *tp, interrupt=3), job("one-two", *tp), *prepared["tp"]]
+        ranks.launch(4, folder, [*jobs, {"command": "spectrain.bench", "arguments": bench}])
+        again = {"command": "spectrain.export", "arguments": ["run=tp", "out=tp-again"]}
+        alone(job("tp-cut", "trainer.devices=1"), again)
+    finally:
+        os.chdir(before)
     return folder
 
 

@@ -13,13 +13,13 @@ import pytest
 import torch
 from torch.utils import _pytree as pytree
 
-from spectrain.decoding import Sampling, TargetModel, generate, stream
+from spectrain.decoding import TargetModel, generate, stream
 from spectrain.errors import UserError
 from spectrain.kernels.cuda.graphs import Graphs, unique
 from spectrain.methods.autoregressive import Autoregressive
-from spectrain.methods.registry import method_names
 from tests.conftest import random_prompts, tiny_model
 from tests.decoding.reference import ScriptedDrafter, greedy_by_full_forwards
+from tests.decoding.test_host_reads import EACH_SAMPLED_OR_NOT, SAMPLINGS
 from tests.decoding.test_loop import LENGTHS, SMALL, artifacts, branching_oracle
 from tests.methods.every import build
 
@@ -59,12 +59,11 @@ def method_of(name: str, target: TargetModel):
     return method
 
 
-@pytest.mark.parametrize("sampling", [Sampling(), Sampling(temperature=0.8)], ids=["greedy", "sampled"])
-@pytest.mark.parametrize("name", [name for name in method_names() if name != "auto"])  # which goes by the clock
-def test_text_is_that_of_eager_steps(name, sampling):
+@pytest.mark.parametrize(("name", "how"), [one for one in EACH_SAMPLED_OR_NOT if one[0] != "auto"])  # by the clock
+def test_text_is_that_of_eager_steps(name, how):
     """Twice, since the second generation replays what the first one recorded, in the same caches."""
     eager = TargetModel(tiny_model(FAMILY), artifacts(FAMILY).target.tokenizer, prefill_chunk=16)
-    prompts, target = random_prompts(LENGTHS[:4]), target_with_graphs()
+    sampling, prompts, target = SAMPLINGS[how], random_prompts(LENGTHS[:4]), target_with_graphs()
     expected = generate(eager, method_of(name, eager), prompts, N_NEW, sampling, **OPTIONS)
     method = method_of(name, target)
     for _ in range(2):

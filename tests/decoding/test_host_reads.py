@@ -33,6 +33,9 @@ from tests.support.pretend import Copy, PretendDevice, pretend_device
 LENGTHS, N_NEW = (5, 14, 9), 12
 SAMPLINGS = {"greedy": Sampling(), "sampled": Sampling(temperature=0.8)}
 MODELS = ("speculative", "spire", "magicdec", "specdecpp", "confidence_stop", "entropy_stop")  # which draft chains
+# Lookups propose the same however tokens are drawn, so that two of them stand for all where they are sampled.
+SAMPLED = ("autoregressive", "sssd", "lookahead", "spire_tree", *MODELS)
+EACH_SAMPLED_OR_NOT = [*((name, "greedy") for name in method_names()), *((name, "sampled") for name in SAMPLED)]
 # Of a step, where it is not one. Stop rules are asked token by token, of at most 6; the host chooses which nodes of a
 # tree are read next, level by level. A method of `auto` that runs for the first time may want to know the last logits.
 MOST_READS = {
@@ -102,8 +105,7 @@ def copies_per_step(monkeypatch):
     return attach
 
 
-@pytest.mark.parametrize("how", SAMPLINGS)
-@pytest.mark.parametrize("name", method_names())
+@pytest.mark.parametrize(("name", "how"), EACH_SAMPLED_OR_NOT)
 def test_text_and_copies_on_a_device(name, how, copies_per_step):
     expected = decoded_on_the_cpu(name if how == "sampled" else BASELINE, how)  # greedy, all write the same
     with pretend_device() as device:
@@ -191,10 +193,7 @@ def test_a_chain_is_one_graph_and_a_rule_asks_the_host_once_per_piece(name, how,
     assert max(len(step.reads) for step in steps) <= pieces  # the step's own and one between any two pieces
 
 
-@pytest.mark.parametrize(
-    ("name", "how"),
-    [*((name, "greedy") for name in method_names()), *((name, "sampled") for name in ("sssd", "lookahead", *MODELS))],
-)
+@pytest.mark.parametrize(("name", "how"), EACH_SAMPLED_OR_NOT)
 def test_nothing_is_recorded_after_the_rehearsal_while_a_batch_drains(name, how, monkeypatch):
     """Rows end at different times, so that the batch has any number of rows."""
     began = []

@@ -12,6 +12,7 @@ from spectrain.decoding import Drafter, Sampling, Source, TargetModel, generate,
 from spectrain.errors import UserError
 from spectrain.methods.autoregressive import Autoregressive
 from spectrain.methods.folders import artifact_kinds
+from spectrain.methods.loading import token_methods
 from spectrain.methods.registry import method_config, method_names
 from spectrain.methods.speculative import Speculative
 from tests.conftest import EOS_ID, FAMILIES, noisy_copy, random_prompts, tiny_model
@@ -74,8 +75,8 @@ ADAPTIVE = ("specdecpp", "specdecpp, previous", "confidence_stop", "entropy_stop
 def drafter_of(name: str, family: str, **options) -> Drafter:
     if "spire" in artifact_kinds(method_config(name)).values() and family not in SPIRE_FAMILIES:
         pytest.skip("SPIRe drafters are for Llama-like targets")
-    if name == "auto" and family not in OF_EACH_ENGINE:
-        pytest.skip("the methods that auto chooses among meet this family alone")
+    if name in ("auto", *token_methods()) and family not in OF_EACH_ENGINE:
+        pytest.skip("the methods that auto chooses among meet this family, and so do branching trees")
     return build(name, artifacts(family), {**SMALL.get(name, {}), **options})
 
 

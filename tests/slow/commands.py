@@ -1,21 +1,19 @@
-"""Run commands as a user types them, in forks of a process that has imported them, so that each starts at once."""
+"""Run commands as a user types them, each in a process of its own."""
 
 from __future__ import annotations
 
 import json
-import multiprocessing
 import os
-import runpy
 import signal
+import subprocess
 import sys
 import time
-import traceback
-import warnings
-from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from tests.conftest import FIT_TOKENS, SMALL_TRAINING, write_target_and_corpus
+from tests import ranks
+from tests.conftest import FIT_TOKENS, SMALL_TRAINING, small_picture, write_target_and_corpus
+from tests.support import forks
 
 COMMANDS = {
     **{name: f"spectrain.{name}" for name in ("train", "generate", "bench", "export", "cost", "recommend", "report")},
@@ -48,54 +46,31 @@ class Outcome:
         return None
 
 
-def run(arguments: tuple[str, ...], folder: Path, log: Path | None = None, limit_s: float = LIMIT_S) -> Outcome:
+def run(arguments: tuple[str, ...], folder: Path, limit_s: float = LIMIT_S) -> Outcome:
     """Run a command in a folder; kill it (SIGKILL) with all that it started if it takes longer than the limit."""
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload([*COMMANDS.values(), "matplotlib.backends.backend_agg"])
-    log = log or folder / ".output"
+    python, (name, *options) = os.environ.get(forks.PYTHON, sys.executable), arguments
+    settings = {"cwd": folder, "env": {**os.environ, **ranks.ENVIRONMENT}, "stderr": subprocess.STDOUT}
+    settings |= {"stdin": subprocess.DEVNULL, "text": True, "errors": "replace", "start_new_session": True}
     started_s = time.monotonic()
-    process = context.Process(target=_become, args=(arguments, str(folder), str(log)))
-    process.start()
-    process.join(limit_s)
-    killed = process.exitcode is None
-    if killed:
-        with suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGKILL)
-        process.kill()  # it may not lead its group yet
-        process.join()
-    output = log.read_text(errors="replace") if log.is_file() else ""
-    return Outcome(None if killed else process.exitcode, output, time.monotonic() - started_s)
+    command = [python, "-m", "tests.slow.commands", COMMANDS[name], *options]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, **settings)
+    try:
+        output, code = process.communicate(timeout=limit_s)[0], process.returncode
+    except subprocess.TimeoutExpired:
+        os.killpg(process.pid, signal.SIGKILL)
+        output, code = process.communicate()[0], None  # whose end is that of all who write to it
+    return Outcome(code, output, time.monotonic() - started_s)
 
 
-def _become(arguments: tuple[str, ...], folder: str, log: str) -> None:
+def main() -> None:
     """Run a command in this process."""
-    import torch
-
+    from spectrain import cli, train
     from spectrain.training import spire
 
-    os.setsid()
-    spire.FIT_TOKENS = FIT_TOKENS
-    torch.set_num_threads(1)
-    os.chdir(folder)
-    output = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
-    os.dup2(output, 1)
-    os.dup2(output, 2)
-    sys.stdout, sys.stderr = os.fdopen(1, "w", buffering=1), os.fdopen(2, "w", buffering=1)
-    name, *sys.argv[1:] = arguments
-    code = 0
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore", RuntimeWarning)  # of runpy: the module is imported already
-            runpy.run_module(COMMANDS[name], run_name="__main__", alter_sys=True)
-    except SystemExit as stop:
-        code = stop.code if isinstance(stop.code, int) else int(stop.code is not None)
-    except BaseException:
-        traceback.print_exc()
-        code = 1
-    with suppress(OSError, ValueError):
-        sys.stdout.flush()
-        sys.stderr.flush()
-    os._exit(code)
+    sys.stdout.reconfigure(line_buffering=True)
+    spire.FIT_TOKENS, train.write_png = FIT_TOKENS, small_picture
+    del sys.argv[0]
+    cli.run(sys.argv[0])
 
 
 def build_inputs(folder: Path) -> Path:
@@ -133,3 +108,7 @@ def jobs(inputs: Path, max_steps: int = 20) -> dict[str, tuple[str, ...]]:
         "bench": ("bench", target, prompts, *papers, "max_new_tokens=16", "limit=6", "out=made"),
         "export": ("export", f"run={inputs}/vanilla_run", "out=made"),
     }
+
+
+if __name__ == "__main__":
+    main()

@@ -31,9 +31,7 @@ def differences(whole: Path, resumed: Path) -> list[str]:
 def _files(folder: Path) -> set[str]:
     """Names of all files. Each attempt of a training has a folder of metrics of its own, compared by `_curves`."""
     paths = (path.relative_to(folder) for path in folder.rglob("*") if path.is_file())
-    return {
-        str(path) for path in paths if path.name != ".output" and not {"metrics", "wandb", ".hydra"} & {*path.parts}
-    }
+    return {str(path) for path in paths if not {"metrics", "wandb", ".hydra"} & {*path.parts}}
 
 
 def _content(file: Path) -> object:

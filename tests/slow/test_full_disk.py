@@ -38,21 +38,22 @@ def mount(folder: Path, options: str) -> subprocess.CompletedProcess:
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["train, spire", "responses", "activations", "datastore", "bench", "export"])
 def test_a_full_disk_is_one_sentence_and_the_same_command_resumes(name, inputs, tmp_path, monkeypatch):
-    job, chance, log = jobs(inputs)[name], Random(name), tmp_path / "log"
+    job, chance = jobs(inputs)[name], Random(name)
     whole, small = tmp_path / "whole", tmp_path / "small"
     whole.mkdir()
-    assert run(job, whole, log).code == 0, log.read_text()
+    outcome = run(job, whole)
+    assert outcome.code == 0, outcome.output
     n_bytes = sum(file.stat().st_size for file in whole.rglob("*") if file.is_file())
     n_refused = 0
     for _ in range(SIZES):
         with disk(small, max(4096, int(n_bytes * chance.uniform(0, 0.9)))):
-            outcome = run(job, small, log)
+            outcome = run(job, small)
             assert outcome.fault is None, outcome
             if outcome.code == 2:
                 n_refused += 1
                 assert "disk" in outcome.output or "free" in outcome.output, outcome.output
                 assert mount(small, f"remount,size={LARGE_BYTES}").returncode == 0
-                outcome = run(job, small, log)
+                outcome = run(job, small)
             assert outcome.code == 0, outcome.output
             assert differences(whole, small) == []
     assert n_refused

@@ -61,7 +61,7 @@ def test_whatever_is_typed_ends_in_success_or_one_sentence(name, inputs, tmp_pat
         typed = [f"++{option}={chance.choice(VALUES[type(options[option])])}" for option in chosen]
         if chance.random() < 0.1:
             typed = [chance.choice(MISTYPED)]
-        outcome = run((*command, *typed), folder, tmp_path / "log", LIMIT_S)
+        outcome = run((*command, *typed), folder, LIMIT_S)
         assert outcome.fault is None, (typed, outcome.fault, outcome.output[-2000:])
         for file in ("a_file", "a_folder/kept"):
             assert (folder / file).read_text() == "of a user\n", typed

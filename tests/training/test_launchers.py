@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
 import sys
 import time
 from pathlib import Path
@@ -13,11 +12,11 @@ import psutil
 import pytest
 
 from spectrain.training.checkpoints import BestFolder, CheckpointFolder
+from tests import ranks
 from tests.conftest import SMALL_TRAINING
-from tests.training.test_strategies import ROOT, largest_difference
+from tests.support import forks
+from tests.training.test_strategies import largest_difference
 
-ENVIRONMENT = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m"]
 LINES = {
     "early": "rows=3 must be even; give rows=4",
     "wrong": "rows=3 must be even; give rows=4",
@@ -38,8 +37,7 @@ def options(shared) -> list[str]:
 def test_a_rank_that_dies_ends_the_others_in_seconds_and_its_error_stands_last(options, dies, tmp_path):
     job = {"arguments": [*options, "trainer=ddp", "run_dir=run"], "dies": dies}
     (tmp_path / "jobs.json").write_text(json.dumps([job]))
-    command = [*TORCHRUN, "tests.ranks", "jobs.json"]
-    done = subprocess.run(command, cwd=tmp_path, env=ENVIRONMENT, capture_output=True, text=True)
+    done = ranks.torchrun(2, tmp_path, "tests.ranks", "jobs.json")
     assert done.returncode == 1
     assert time.time() - (tmp_path / "dead").stat().st_mtime < 25
     *_, last = (line for line in done.stderr.splitlines() if line.strip("="))
@@ -55,12 +53,15 @@ def test_a_lost_machine_comes_back_and_the_training_ends_as_if_nothing_had_happe
     job = {
         "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"
     }  # else torch 2.13 tells a machine that is new where ranks meet no more
+    job["PYTHON_EXEC"] = os.environ.get(
+        forks.PYTHON, sys.executable
+    )  # of the ranks; each torchrun is a process of its own
     job |= {"SLURM_JOB_ID": str(os.getpid()), "SLURM_NNODES": "2", "SLURM_GPUS_ON_NODE": "1"}
     path = os.pathsep.join([str(tmp_path), str(Path(sys.executable).parent), os.environ["PATH"]])
-    command = ["bash", ROOT / "scripts/train.slurm", *options, "trainer=ddp", "run_dir=lost", "out=lost-out"]
+    command = ["bash", ranks.ROOT / "scripts/train.slurm", *options, "trainer=ddp", "run_dir=lost", "out=lost-out"]
 
     def machine() -> psutil.Popen:
-        return psutil.Popen(command, cwd=tmp_path, env={**ENVIRONMENT, **job, "PATH": path})
+        return psutil.Popen(command, cwd=tmp_path, env={**os.environ, **ranks.ENVIRONMENT, **job, "PATH": path})
 
     def lose(one: psutil.Popen) -> None:
         for process in [*one.children(recursive=True), one]:  # with torchrun and its rank
@@ -83,8 +84,8 @@ def test_a_lost_machine_comes_back_and_the_training_ends_as_if_nothing_had_happe
         for one in (stays, comes_back):
             if one.poll() is None:
                 lose(one)
-    undisturbed = [*TORCHRUN, "spectrain.train", *options, "trainer=ddp", "run_dir=whole", "out=whole-out"]
-    subprocess.run(undisturbed, cwd=tmp_path, env=ENVIRONMENT, check=True)
+    undisturbed = ["spectrain.train", *options, "trainer=ddp", "run_dir=whole", "out=whole-out"]
+    assert ranks.torchrun(2, tmp_path, *undisturbed).returncode == 0
     assert len(json.loads((tmp_path / "lost/run.json").read_text())["attempts"]) == 2
     weights = [BestFolder(tmp_path / name / "checkpoints/best").weights() for name in ("lost", "whole")]
     assert largest_difference(*weights) == 0

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import re
-import subprocess
 import sys
 from collections import Counter
 from pathlib import Path
@@ -32,7 +31,6 @@ from tests import ranks
 from tests.conftest import VOCAB_SIZE, tiny_model
 from tests.data_prep.conftest import save_responses
 
-ROOT = Path(__file__).parent.parent.parent
 STEPS, BATCH = 6, 4
 ZERO = ("deepspeed_zero2", "deepspeed_zero3")
 DIVIDED = (*ZERO, "fsdp")
@@ -111,11 +109,12 @@ def runs(small, shared, tmp_path_factory) -> Path:
         assert ranks.run([*small, *SPIRE, "trainer=cpu", "run_dir=one", "out=one-exported"]) == 0
         assert ranks.run([*small, *own, "trainer=cpu", "run_dir=own_one", "out=own_one-exported"]) == 0
         assert ranks.run([*small, *switching], interrupt=1) == 130
-        on_ranks(2, folder, jobs)
-        on_ranks(1, folder, [job(f"{trainer}_anew", *SPIRE, f"trainer={trainer}") for trainer in DIVIDED])
+        said = ranks.launch(2, folder, jobs).stderr
+        ranks.launch(1, folder, [job(f"{trainer}_anew", *SPIRE, f"trainer={trainer}") for trainer in DIVIDED])
         assert ranks.run([*small, *switching, "out=one_two_one-exported"]) == 0
     finally:
         os.chdir(before)
+    (folder / "said.txt").write_text(said)
     return folder
 
 
@@ -127,21 +126,6 @@ def test_the_last_weights_are_validated_before_they_are_kept(runs, name):
     assert best["step"] == result["selected"]["step"] == 2
     assert best["expected"] == pytest.approx(result["metrics"]["eval/tau_expected"], abs=0.02)
     assert best["expected"] > 1
-
-
-def on_ranks(n_ranks: int, folder: Path, jobs: list[dict]) -> None:
-    """Does jobs of `tests.ranks`."""
-    (folder / "jobs.json").write_text(json.dumps(jobs))
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(n_ranks)]
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(
-        [*torchrun, "-m", "tests.ranks", "jobs.json"], cwd=folder, env=environment, capture_output=True, text=True
-    )
-    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
-    (folder / f"said-by-{n_ranks}.txt").write_text(done.stderr)
-    codes = json.loads((folder / "codes.json").read_text())
-    expected = [130 if "interrupt" in job else 2 if "poison" in job else 0 for job in jobs]
-    assert codes == expected, done.stdout[-3000:] + done.stderr[-6000:]
 
 
 def losses(run: Path) -> dict[int, float]:
@@ -237,7 +221,7 @@ def test_divided_weights_are_exported_as_training_exports(runs, trainer, monkeyp
 
 @pytest.mark.slow
 def test_a_bad_loss_on_one_of_two_ranks_stops_both_and_one_says_it(runs):
-    said = (runs / "said-by-2.txt").read_text()
+    said = (runs / "said.txt").read_text()
     (line,) = [line for line in said.splitlines() if line.startswith("error: ")]
     assert re.search(r"the loss is NaN or infinite at step 3, the last good checkpoint is .*2.ckpt", line)
     assert [file.name for file in (runs / "poisoned/checkpoints").glob("*.ckpt")] == ["step-00000002.ckpt"]
