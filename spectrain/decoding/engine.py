@@ -175,7 +175,7 @@ class Engine:
         self._unwanted.add(request)
 
     def step(self, rehearses: bool = False) -> list[Emitted]:
-        """Let waiting requests join, read a piece of their prompts, and run one step of all rows.
+        """Let waiting requests join, read a piece of their prompts, and run one step of all rows if none has joined.
 
         `rehearses`: on a GPU, steps of the first request's sampling are recorded before the batch begins.
         """
@@ -187,8 +187,8 @@ class Engine:
                 self._begin(rehearses)
             if self._reading is None:
                 self._admit()
-            if self._reading is not None:
-                gained += self._read()
+            if self._reading is not None and (joined := self._read()):
+                return gained + joined  # nobody waits for a step to see a first token
             if self._batch.rows:
                 gained += self._batch.step()
         except (RuntimeError, MemoryError) as error:

