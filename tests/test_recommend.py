@@ -11,6 +11,7 @@ import pytest
 
 from spectrain import recommend
 from spectrain.decoding import load_target
+from spectrain.measure import recommend as halving
 from spectrain.measure.questions import BUNDLED, read_questions
 from spectrain.stores.environment import core_seconds
 from tests.models.test_artifacts import export_spire
@@ -56,14 +57,18 @@ def test_the_lines_to_type_next_work(run, typed):
     assert (code, "def read_config(path):" in out) == (0, True), err
 
 
-def test_a_given_drafter_is_measured_and_stands_in_the_lines(run, spire):
+def test_a_given_drafter_is_measured_and_the_line_to_type_has_it(run, typed, spire, monkeypatch):
+    monkeypatch.setattr(halving, "ALIKE", 0.0)  # auto is recommended, whatever is measured
+    monkeypatch.setattr(halving, "LEAST_GAIN", 0.0)
     code, out, err = run("recommend", *QUICK[1:], "methods=[spire]", f"drafter={spire}", "batch_size=[1]")
     assert code == 0, err
     assert "With its trained drafter spire is" in out
-    assert "my drafter" in out
-    assert not any(line[0] == "train" for line in next_lines(out))
-    folders = [a for line in next_lines(out) for a in line if a.startswith("drafter=")]
-    assert set(folders) <= {f"drafter={spire}"}
+    assert "auto drafts with my drafter" in out
+    lines = next_lines(out)
+    assert not any(line[0] == "train" for line in lines)
+    assert lines[0][:2] + lines[0][3:4] == ["generate", "method=auto", f"drafter={spire}"]
+    code, out, err = typed(*lines[0], "max_new_tokens=4", "baseline=false")
+    assert code == 0, err
 
 
 def test_too_little_time_is_one_sentence_with_a_way_on(run):

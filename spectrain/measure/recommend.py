@@ -92,7 +92,7 @@ class Halving:
                 turn += 1
             if turn == first:  # no prompts or no time are left
                 break
-            self.rounds.append(benchmark.target.agreed(self.survivors() or self.left))
+            self.rounds.append(benchmark.target.agreed(self.survivors()))
 
     def summary(self) -> dict[str, dict]:
         """Return what results.json has of each method that answered something; `speed` is 1 where it hardly drafts."""
@@ -109,7 +109,7 @@ class Halving:
         bounds = {name: known.get(name) or (0.0, math.inf) for name in found}
         least = max((low for low, _ in bounds.values()), default=0.0)
         near = [name for name in ranked[: math.ceil(len(ranked) / 2)] if bounds[name][1] >= least]
-        return [name for name in self.left if name in (*KEPT, *near) and name in found]
+        return [name for name in self.left if name in (*KEPT, *near)]
 
     def result(self) -> dict:
         """Return what was measured, as plain values, and which method is recommended."""

@@ -73,9 +73,10 @@ def test_nothing_begins_when_the_time_is_over(batch_size):
 
 
 def test_it_ends_when_all_prompts_are_answered():
-    machine = Machine(a=2.0, auto=2.0)
+    machine = Machine(noise=0.3, a=2.0, b=1.9, c=1.8, d=1.7, auto=2.0)
     halving = machine.halving(until=1e9, n=10)
-    assert machine.calls == {BASELINE: 10, "a": 10, AUTO: 10}
+    assert machine.calls == dict.fromkeys(machine.speeds, 10)
+    assert len(halving.rounds) == 1  # what says no more drops nobody
     assert halving.result()["prompts"] == 10
 
 
