@@ -84,7 +84,10 @@ class _Continuation:
         if step.error is not None:
             self._ticket = None
             raise UserError(step.error)
-        if step.generation is not None:
+        if self._pieces.stopped and step.generation is None:
+            self.cancel()  # the engine looks for it in the text with special tokens
+        elif step.generation is not None:
+            step.generation.finish_reason = "stop" if self._pieces.stopped else step.generation.finish_reason
             self.reply = Reply(self._text, step.generation, self._logprobs or None)
 
 

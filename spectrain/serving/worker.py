@@ -117,7 +117,8 @@ class Worker:
         with self._wanted:
             self._closing = "finish" if finish and self._closing is None else "cancel"
             self._wanted.notify()
-        self._thread.join()
+        if threading.current_thread() is not self._thread:  # where the last reference is dropped by chance
+            self._thread.join()
 
     def _run(self) -> None:
         while True:
