@@ -104,7 +104,7 @@ def measure(
     prompt_ids = partial(question_ids, target.tokenizer)
     row_tokens = max(len(prompt_ids(one, [])) for one in asked) + options.max_new_tokens
     larger = rows_that_fit(target, row_tokens, LARGER_BATCH.get(target.device.type, 1))
-    samplings = dict.fromkeys([Sampling(), Sampling(**vars(options.sampling))])
+    samplings = [Sampling(), *([Sampling(**vars(options.sampling))] if options.sampling.temperature else [])]
     left = [(one, n_rows) for n_rows in dict.fromkeys(options.batch_size or [1, larger]) for one in samplings]
     halvings: list[Halving] = []
     gc.collect()

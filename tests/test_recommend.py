@@ -47,8 +47,9 @@ def test_each_setting_is_measured_and_written_as_json(run):
 
 
 def test_the_lines_to_type_next_work(run, typed):
-    code, out, err = run("recommend", *QUICK, "batch_size=[1]")
+    code, out, err = run("recommend", *QUICK, "batch_size=[1]", "sampling.temperature=0")
     assert code == 0, err
+    assert [line[:15] for line in out.splitlines()].count("greedy, batch 1") == 1  # once, and nothing else
     assert "times plain" in " ".join(out.split())
     lines = next_lines(out)
     assert [line[0] for line in lines if line[0] in ("generate", "train")][-1] == "train"
