@@ -10,6 +10,7 @@ import numpy as np
 from spectrain.decoding.kv_cache import KVCache, States
 
 LEAST_TOKENS = 32  # of a beginning that is worth copying
+MOST_TEXTS = 128  # that are kept; each is compared with each prompt
 
 
 class Prefixes:
@@ -45,16 +46,14 @@ class Prefixes:
         if len(tokens) < LEAST_TOKENS or n_bytes > self.max_bytes:
             return
         for key, (text, _) in [*self._texts.items()]:
-            if shared_tokens(text, tokens) == len(text):
+            if (shared := shared_tokens(text, tokens)) == len(tokens):
+                return self._texts.move_to_end(key)  # it is kept already
+            if shared == len(text):
                 self._drop(key)
-        while self._texts and self.bytes + n_bytes > self.max_bytes:
+        while self._texts and (self.bytes + n_bytes > self.max_bytes or len(self._texts) >= MOST_TEXTS):
             self._drop(next(iter(self._texts)))
         self._texts[tokens.tobytes()] = tokens.copy(), cache.states_of(row, len(tokens))
         self.bytes += n_bytes
-
-    def clear(self) -> None:
-        self._texts.clear()
-        self.bytes = 0
 
     def _drop(self, key: bytes) -> None:
         _, states = self._texts.pop(key)

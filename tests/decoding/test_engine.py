@@ -205,7 +205,7 @@ def test_logprobs_are_those_of_the_targets_own_logits():
             assert [value for _, value in one.top] == pytest.approx(values.tolist(), abs=1e-4)
 
 
-def test_kept_texts_stay_within_their_memory_and_the_oldest_go():
+def test_kept_texts_stay_within_their_memory_and_the_oldest_go(monkeypatch):
     target = target_of("llama_gqa")
     cache = KVCache(1)
     texts = [np.array([number] * 10) for number in range(1, 5)]
@@ -224,6 +224,12 @@ def test_kept_texts_stay_within_their_memory_and_the_oldest_go():
     target.prefill(torch.tensor([[3] * 10 + [4]]), [11], cache, range(1))
     kept.add(np.array([3] * 10 + [4]), cache, 0)  # instead of its own beginning
     assert len(kept) == 2
+    kept.add(np.array([3] * 10), cache, 0)  # is part of it
+    assert len(kept) == 2
+    monkeypatch.setattr(prefixes_module, "MOST_TEXTS", 2)
+    kept.add(np.array([9] * 10), cache, 0)
+    assert len(kept) == 2
+    assert kept.longest([9] * 12) is not None
 
 
 def test_slots_take_no_memory_before_they_are_written():
