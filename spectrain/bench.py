@@ -162,7 +162,7 @@ def check(options: Bench) -> None:
     """Raise UserError where options contradict each other."""
     for name in names(options.peers):
         if name not in BASELINES:
-            raise UserError(f"peers={name} is unknown{nearest(name, BASELINES)}; choose among {', '.join(BASELINES)}")
+            raise UserError(f"peers={name} is unknown; choose among {', '.join(BASELINES)}{nearest(name, BASELINES)}")
     if not batch_sizes(options):
         raise UserError("batch_size=[] is empty; give a number of rows, or several such as [1,16,64]")
     for size in batch_sizes(options):

@@ -292,7 +292,7 @@ def hydra_sentence(error: HydraException, name: str, arguments: list[str]) -> st
     options = r"Could not find '([^']+)/([^'/]+)'\s+Available options in '[^']+':\s+(.*?)\s*Config"
     if found := re.search(options, text, re.DOTALL):
         known = found[3].split()
-        return f"{found[1]}={found[2]} is unknown{nearest(found[2], known)}; choose among {', '.join(known)}"
+        return f"{found[1]}={found[2]} is unknown; choose among {', '.join(known)}{nearest(found[2], known)}"
     if isinstance(error, OverrideParseException):
         first = text.removeprefix("Error parsing override ").splitlines()[0]
         return f"{first} cannot be read as an option; write name=value, and quote values with special characters"

@@ -125,7 +125,7 @@ def test_the_card_says_what_a_reader_needs(trained, kind):
     assert len(modes) == 1  # an engine that runs as another user reads the weights as it reads the card
     tau = manifest["trained"]["tau"][{"spire": "spire", "vanilla": "speculative"}[kind]]["16 tokens, greedy"]
     assert f"| {tau['value']:.2f} [{tau['low']:.2f}, {tau['high']:.2f}] |" in body
-    assert f'load_method("{kind}-exported", target)' in body
+    assert f'method="{kind}-exported")' in body
     served = [
         '"method":"draft_model","model":"vanilla-exported","num_speculative_tokens":5}',
         "--speculative-algorithm STANDALONE",

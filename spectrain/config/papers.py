@@ -33,7 +33,7 @@ def with_paper(arguments: list[str], command: str) -> list[str]:
         return arguments
     arguments = [one for one in arguments if one.lstrip("+").partition("=")[0] != "paper"]
     if paper not in (found := papers_of(command)):
-        raise UserError(f"paper={paper} is unknown{nearest(paper, found)}; choose among {', '.join(found)}")
+        raise UserError(f"paper={paper} is unknown; choose among {', '.join(found)}{nearest(paper, found)}")
     file = OmegaConf.to_container(OmegaConf.load(conf_dir() / "papers" / f"{paper}.yaml"))
     methods, asked = file.pop("methods"), f"{command} +exp={chosen['exp']}" if "exp" in chosen else command
     if command == "train" and asked == command and found[paper]:

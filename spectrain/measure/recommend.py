@@ -19,7 +19,6 @@ import torch
 from spectrain.decoding import Sampling, TargetModel
 from spectrain.measure.benchmark import Benchmark
 from spectrain.measure.results import QuestionRow, summarise
-from spectrain.measure.traffic import token_bytes
 from spectrain.methods.auto import METHODS
 from spectrain.methods.registry import BASELINE
 
@@ -140,4 +139,4 @@ def rows_that_fit(target: TargetModel, row_tokens: int, wanted: int) -> int:
         free = 1024 * int(re.search(r"MemAvailable:\s+(\d+)", Path("/proc/meminfo").read_text())[1])
     else:
         return wanted
-    return max(1, min(wanted, int(SHARE_OF_FREE_MEMORY * free / (row_tokens * token_bytes(target)))))
+    return max(1, min(wanted, int(SHARE_OF_FREE_MEMORY * free / (row_tokens * target.token_bytes))))

@@ -181,7 +181,7 @@ def _build_auto(asked: Sequence[str], target: TargetModel, artifacts: Mapping[st
     for name in asked or METHODS:
         if name not in method_names() or name == "auto":
             known = [one for one in method_names() if one != "auto"]
-            raise UserError(f"method.methods={name} is unknown{nearest(name, known)}; choose among {', '.join(known)}")
+            raise UserError(f"method.methods={name} is unknown; choose among {', '.join(known)}{nearest(name, known)}")
         if name == BASELINE or (not asked and any(name in METHODS[other] for other in found)):
             continue  # it is always one of them, or another one is as fast
         config = method_config(name)

@@ -83,9 +83,6 @@ class Service:
     def max_length(self) -> int:
         return min(engine.max_length for engine in self.worker.engines.values())
 
-    async def page(self, request: HttpRequest) -> Response:
-        return FileResponse(PAGE / "index.html")
-
     async def numbers(self, request: HttpRequest) -> Response:
         return Response(self.metrics.text(), media_type="text/plain; version=0.0.4; charset=utf-8")
 
@@ -221,7 +218,12 @@ def make_app(service: Service, access: Access) -> FastAPI:
 
     for kind in (ApiError, HTTPException, Exception):
         app.add_exception_handler(kind, explain)
-    pages = {"/": service.page, "/health": service.health, "/metrics": service.numbers, "/v1/models": service.models}
+    pages = {
+        "/": lambda _: FileResponse(PAGE / "index.html"),
+        "/health": service.health,
+        "/metrics": service.numbers,
+        "/v1/models": service.models,
+    }
     for path, endpoint in pages.items():
         app.add_route(path, endpoint)
     for path, fields in (("/v1/chat/completions", ChatRequest), ("/v1/completions", CompletionRequest)):

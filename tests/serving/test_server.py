@@ -83,7 +83,7 @@ def test_data_prep_can_ask_our_own_server(served):
     """It wants the very tokens, the end of the text included."""
     server, target = CompletionServer(served.url), served.service.target
     model = server.find_model()
-    answering = Answering(Sampling(0.9, 50), 40, seed=3, stop_strings=("zq",))
+    answering = Answering(Sampling(0.9, 50), 40, seed=3, stop=("zq",))
     prompt = Prompt(5, "five", "", target.tokenizer("def read")["input_ids"])
     asked = replace(server, model=model)._request(prompt, answering)
     body = asked.pop("extra_body") | {name: one for name, one in asked.items() if not isinstance(one, openai.Omit)}

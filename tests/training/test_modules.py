@@ -126,7 +126,7 @@ def test_each_epoch_takes_the_next_of_several_draws(target):
 @pytest.mark.parametrize("options", [{}, PREVIOUS], ids=str)
 def test_states_of_a_spire_drafter_in_training_are_those_in_decoding(target, options, monkeypatch):
     """Drafts of the loop, from roots where a block of the training rollout begins, laid over the target's text."""
-    monkeypatch.setattr(type(target._engine), "read_prompts", lambda *_: None)  # programs round differently from texts
+    monkeypatch.setattr(type(target._engine), "reads_prompts", False)  # programs round differently from texts
     states = spire_states(target, block_tokens=5, **options)
     drafts: list[tuple[list[int], list[int], list[torch.Tensor]]] = []
 
