@@ -45,7 +45,7 @@ MOST_NODES = 128  # up to which forwards are known
 MOST_READS = 32
 NODES = (1, 2, 3, 4, 5, 6, 8, 10, 12, 16, 24, 32, 48, 64)
 RECORDED = (0, 1, 2, 3, 5, 7, 11, 15)  # lengths of chains where each is a graph; with the root, most fill a padded tree
-MOST_SCORED = {"cpu": 128, "cuda": 1024}  # nodes of all rows in a timed forward; larger ones are extrapolated
+MOST_SCORED = {"cpu": 64, "cuda": 1024}  # nodes of all rows in a timed forward; larger ones are extrapolated
 DEAR = 5.0  # larger trees than the first that costs so many forwards of one node are not timed
 # In each round a size is visited twice; more than the first rounds only while the seconds disagree.
 ROUNDS, MOST_ROUNDS = 3, 12
@@ -53,7 +53,7 @@ MOST_S = 4.0  # after which no more rounds begin
 SPREAD, TOLERANCE_S = 1.2, 5e-5  # of the two fastest visits of one size
 MASK_S = 5e-4  # that the mask of several nodes may take, which a single one does not have
 CONTEXT_TOKENS = 160  # of the timed text, at its beginning
-MOST_READ = 640  # of all rows, on a CPU, which takes a second for so many
+MOST_READ = 256  # of all rows, on a CPU, which takes half a second for so many
 TEXT = (
     "def read_config(path):\n    with open(path) as file:\n        return json.load(file)\n\nThe next day, she said: "
 )

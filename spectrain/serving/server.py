@@ -218,13 +218,8 @@ def make_app(service: Service, access: Access) -> FastAPI:
 
     for kind in (ApiError, HTTPException, Exception):
         app.add_exception_handler(kind, explain)
-    pages = {
-        "/": lambda _: FileResponse(PAGE / "index.html"),
-        "/health": service.health,
-        "/metrics": service.numbers,
-        "/v1/models": service.models,
-    }
-    for path, endpoint in pages.items():
+    pages = {"/health": service.health, "/metrics": service.numbers, "/v1/models": service.models}
+    for path, endpoint in {"/": lambda _: FileResponse(PAGE / "index.html"), **pages}.items():
         app.add_route(path, endpoint)
     for path, fields in (("/v1/chat/completions", ChatRequest), ("/v1/completions", CompletionRequest)):
         app.add_route(path, partial(service.answer, kind=fields), methods=["POST"])

@@ -37,11 +37,8 @@ class ForcedContext(Context):
     def __init__(self, sequences: torch.Tensor, lengths: list[int]):
         super().__init__(Sampling(temperature=1.0), max_rows=len(lengths))
         self.sequences, self.asked = sequences, []
-        self.append(
-            [s[:n].tolist() for s, n in zip(sequences, lengths, strict=True)],
-            [99] * len(lengths),
-            [None] * len(lengths),
-        )
+        prompts = [s[:n].tolist() for s, n in zip(sequences, lengths, strict=True)]
+        self.append(prompts, [99] * len(lengths), [None] * len(lengths))
         self.root(range(len(lengths)), self.following(0), torch.zeros(len(lengths), VOCAB_SIZE))
 
     def following(self, ahead: int) -> torch.Tensor:

@@ -37,8 +37,10 @@ class Service:
         self.asked: list[dict] = []
         self.has_left = threading.Event()  # the reader, before the end
 
-    def models(self) -> JSONResponse:
+    async def models(self, request) -> JSONResponse:
         return JSONResponse({"data": [{"id": "tiny", "methods": list(SPEEDS)}]})
+
+    health = numbers = models
 
     async def answer(self, request, kind) -> StreamingResponse:
         if self.refusal:

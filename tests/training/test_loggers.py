@@ -57,9 +57,8 @@ def test_a_run_of_wandb_gets_what_the_csv_holds_and_the_drafter(run, small, with
     assert all(logged[step][name] == pytest.approx(value) for step, row in curve.items() for name, value in row.items())
     (drafter,) = artifacts
     assert (drafter.type, drafter.metadata) == ("drafter", json.loads(Path("made/spectrain.json").read_text()))
-    assert set(drafter.manifest.entries) == {
-        str(file.relative_to("made")) for file in Path("made").rglob("*") if file.is_file()
-    }
+    files = [file for file in Path("made").rglob("*") if file.is_file()]
+    assert set(drafter.manifest.entries) == {str(file.relative_to("made")) for file in files}
     assert [name for name, _ in pictures] == ["plots/curve", "plots/acceptance"]
     assert all(Path(file).is_file() for _, file in pictures)
     told = {"project": "spectrain", "group": "g", "name": "n", "tags": ["a", "b"]}
