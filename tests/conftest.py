@@ -7,7 +7,6 @@ slot then changes the text, and rounding does not.
 from __future__ import annotations
 
 import copy
-import gc
 import json
 import os
 import shutil
@@ -155,10 +154,8 @@ def _compiled(tmp_path_factory):
 def pytest_configure(config: pytest.Config) -> None:
     """Give each of several processes (-n 2) one thread, and all of them one Python that starts at once.
 
-    Libraries and tests are a million objects that stay, which would be looked through again and again for garbage.
     A shell makes background processes ignore Ctrl-C, which tests send to their own processes.
     """
-    gc.disable()
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)
     if hasattr(config, "workerinput"):
@@ -166,11 +163,6 @@ def pytest_configure(config: pytest.Config) -> None:
         os.environ.setdefault("OMP_NUM_THREADS", "1")
     elif not torch.cuda.is_available():  # which a fork could not use
         os.environ[forks.PYTHON] = forks.write_python(Path(CACHE.name))
-
-
-def pytest_collection_finish() -> None:
-    gc.freeze()
-    gc.enable()
 
 
 @pytest.hookimpl(optionalhook=True)
