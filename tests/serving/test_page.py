@@ -138,10 +138,12 @@ def test_sources_differ_in_readable_colours_and_in_their_underlines(page, scheme
     assert set(styles(page, "#legend li", "textDecorationLine")) == {"none"}
 
 
-def test_shows_html_as_text(page, service):
-    service.pieces = [[HTML[:7], "root"], [HTML[7:], "draft"]]
+def test_shows_html_as_text_also_in_code(page, service):
+    service.pieces = [["```html\n", "root"], [HTML, "draft"], ["\n```", "root"], ["\n\n", "root"], [HTML, "input"]]
     ask(page, HTML)
-    assert [page.locator(name).text_content() for name in (".question", ".text")] == [HTML, HTML]
+    assert page.locator(".question").text_content() == HTML
+    assert page.locator(".text").text_content() == "".join(text for text, _ in service.pieces)
+    assert page.locator(".code").text_content() == f"```html\n{HTML}\n```\n"
 
 
 @pytest.mark.parametrize("key", ["Enter", "Escape"])

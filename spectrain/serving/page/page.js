@@ -134,16 +134,20 @@ class Answer {
 
   /** Append what has come since the last frame. Nothing that stands already is touched, or laid out anew. */
   draw() {
-    for (const [text, source] of this.waiting) {
+    for (let [text, source] of this.waiting) {
       const isFence = text.includes("```");
-      const closes = isFence && this.code;
-      if (isFence && !closes) this.body.append((this.code = element("div", "code")));
-      if ((isFence && !closes) || !this.block) (this.code ?? this.body).append((this.block = element("div")));
+      const opens = isFence && !this.code;
+      if (!this.block && this.body.lastChild?.className === "code" && text.startsWith("\n")) {
+        this.body.lastChild.lastChild.append("\n"); // the line of the fence ends here
+        text = text.slice(1);
+      }
+      if (opens) this.body.append((this.code = element("div", "code")));
+      if (opens || !this.block) (this.code ?? this.body).append((this.block = element("div")));
       const word = text.trimStart(); // no line is drawn below the space before it
       const parts = [text.slice(0, text.length - word.length), word && element("span", source, word)];
       this.block.append(...parts.filter(Boolean));
-      if (closes) this.code = null;
-      if (closes || (text.endsWith("\n") && this.block.childNodes.length > BLOCK)) this.block = null;
+      if (isFence && !opens) this.code = this.block = null;
+      else if (text.endsWith("\n") && this.block.childNodes.length > BLOCK) this.block = null;
       by("legend").querySelector(`.${source}`).hidden = false;
     }
     if (this.tokens) this.note.textContent = this.summary();
@@ -193,18 +197,14 @@ function positions({ drafted_by_position: drafted, accepted_by_position: accepte
 // ---- the chat
 
 function ask(question) {
-  const earlier = turns.filter((turn) => turn.answer?.text);
   const system = by("system").value.trim();
   const turn = { node: element("article", "turn"), columns: element("div", "columns") };
+  const earlier = turns.filter(({ answer }) => answer.text);
   turn.messages = [
     ...(system ? [{ role: "system", content: system }] : []),
-    ...earlier.flatMap(({ question, answer }) => [
-      { role: "user", content: question },
-      { role: "assistant", content: answer.text },
-    ]),
+    ...earlier.flatMap(({ messages, answer }) => [messages.at(-1), { role: "assistant", content: answer.text }]),
     { role: "user", content: question },
   ];
-  turn.question = question;
   turn.node.append(element("p", "question", question), turn.columns);
   if (!turns.length) showLegend(["root"]);
   turns.push(turn);
