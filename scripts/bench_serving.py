@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import itertools
 import json
 import random
 import re
@@ -122,7 +123,7 @@ async def together(tasks: Sequence[Coroutine], concurrency: int | None, rate: fl
 
 async def measured(client: Client, prompts: Sequence[str], methods: Sequence[str | None], args) -> list[dict]:
     """Measure all methods under all loads."""
-    runs, chance = [], random.Random(0)
+    runs, chance, numbers = [], random.Random(0), itertools.count()
     await together([client.ask(client.body(prompt, 16, method)) for method in methods for prompt in prompts[:2]], 2)
     for concurrency, rate in [(n, None) for n in args.concurrency] + [(None, rate) for rate in args.rate]:
         found = {method: ([], [], []) for method in methods}  # answers, tokens/s of each turn, seconds of /health
@@ -132,7 +133,9 @@ async def measured(client: Client, prompts: Sequence[str], methods: Sequence[str
             for method in chance.sample(methods, len(methods)):
                 answers, speeds, health_s = found[method]
                 probing, began = asyncio.create_task(client.probe(health_s)), time.perf_counter()
-                turn = await together([client.ask(client.body(*one, method)) for one in asked], concurrency, rate)
+                # A beginning of its own, so that a server which keeps texts knows nothing of a request.
+                bodies = [client.body(f"{next(numbers)}. {prompt}", n, method) for prompt, n in asked]
+                turn = await together([client.ask(body) for body in bodies], concurrency, rate)
                 speeds.append(sum(one.n_tokens for one in turn) / (time.perf_counter() - began))
                 probing.cancel()
                 answers += whole(turn)
