@@ -157,8 +157,8 @@ class Conversation:
 
     def method(self, name: str) -> None:
         drafter = load_method(name, self.target)
-        self.llm.close()
-        self.llm = self._opened(drafter)
+        before, self.llm = self.llm, self._opened(drafter)
+        before.close()
 
     def temperature(self, value: str) -> None:
         try:

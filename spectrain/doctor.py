@@ -130,9 +130,9 @@ def versions() -> Iterator[Finding]:
 def files() -> Iterator[Finding]:
     """What comes with spectrain, what was measured and cached, and the room for more."""
     names = (BUNDLED, *SHIPPED, *SHIPPED_STORES)
-    lacking = ", ".join(name for name in names if bundled_folder(name) is None)
+    lacking = [name for name in names if bundled_folder(name) is None]
     made = [f"{name} {'is here' if bundled_folder(name) else 'is downloaded at its first use'}" for name in MADE]
-    wrong = f"without {lacking}; install spectrain again" if lacking else ""
+    wrong = f"without {', '.join(lacking)}; install spectrain again" if lacking else ""
     yield "checkpoints", f"{', '.join(name for name in names if name not in lacking)}; {', '.join(made)}", wrong
     for file in sorted(CHECKPOINTS.glob("seconds-*.json")):
         seconds = Seconds.read(file).seconds

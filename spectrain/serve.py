@@ -62,6 +62,8 @@ def main(options: Serve) -> None:
         if target.tokenizer.chat_template is None:
             log.warning("the target has no chat template: a conversation is one text to it")
         names = options.methods if isinstance(options.methods, list) else [options.methods]
+        if len({Path(name).name for name in names}) < len(names):
+            raise UserError(f"methods={names} have one name twice, by which requests could not choose; rename a folder")
         methods = {Path(name).name: load_method(name, target) for name in names}
         traffic = traffic_log(options, target) if options.log_responses is not None else None
         worker = open_worker(target, methods, options.batch_size, memory=options.memory, max_length=options.max_length)

@@ -69,7 +69,7 @@ class Engine:
         drafter: the method.
         batch_size: rows decoded together.
         memory: bytes for keys and values of running requests; None: as many as `batch_size` rows take. On a GPU
-            they are taken at the first step, on a CPU as they are written.
+            they are taken at the first step, on a CPU as they are written, and what was written once stays taken.
         max_length: tokens of the longest text, prompt included; None: what target, method and memory allow.
         draws: "inverse" or "shared", how all requests draw; "auto": as the method gains from it. With "shared" a
             sample depends on target, prompt and seed alone.
@@ -109,7 +109,7 @@ class Engine:
             rows = 1 if target.device.type == "cpu" else batch_size  # which have slots for the longest text each
             most.append(self.max_tokens // rows - MOST_NODES)
         self.max_length = min([*most, *([] if max_length is None else [max_length])])
-        if self.max_length < 2:
+        if self.max_length < 2 and memory is not None:
             raise UserError(
                 f"memory={memory / 2**30:.3g} GiB holds no text for {batch_size} rows; give more, or less batch_size"
             )
@@ -120,6 +120,7 @@ class Engine:
         self._batch: Batch | None = None
         self._cache: KVCache | None = None
         self._n_requests = 0
+        self._told: list[Emitted] = []  # of a step that goes on
         self._unwanted: set[int] = set()
 
     @property
@@ -179,33 +180,39 @@ class Engine:
 
         `rehearses`: on a GPU, steps of the first request's sampling are recorded before the batch begins.
         """
-        gained = self._dropped()
+        self._told += self._dropped()
         try:
-            if not self.n_running:
-                if not self._waiting:
-                    return gained
-                self._begin(rehearses)
-            if self._reading is None:
-                self._admit()
-            if self._reading is not None and (joined := self._read()):
-                return gained + joined  # nobody waits for a step to see a first token
-            if self._batch.rows:
-                gained += self._batch.step()
+            if self.n_running or self._waiting:
+                self._told += self._gained(rehearses)
         except (RuntimeError, MemoryError) as error:
             if not is_out_of_memory(error):
                 raise
-            advice = out_of_memory_advice(self.target.device, self.batch_size, self.max_length)
-            return gained + self.fail(advice)
-        return gained
+            return self.fail(out_of_memory_advice(self.target.device, self.batch_size, self.max_length))
+        told, self._told = self._told, []
+        return told
+
+    def _gained(self, rehearses: bool) -> list[Emitted]:
+        if not self.n_running:
+            self._begin(rehearses)
+        if self._reading is None:
+            self._admit()
+        if self._reading is not None and (joined := self._read()):
+            return joined  # nobody waits for a step to see a first token
+        return self._batch.step() if self._batch.rows else []
 
     def fail(self, why: str) -> list[Emitted]:
-        """End all running requests with this error. Those that wait go on."""
+        """After `step` has raised: end all running requests with this error. Those that wait go on.
+
+        If none ran, no batch could begin, and the first request that waits is ended.
+        """
         rows = [] if self._reading is None else self._reading.rows
-        rows = rows + ([] if self._batch is None else self._batch.rows)
-        self._reading = None
+        rows = rows + ([] if self._batch is None else [row for row in self._batch.rows if row not in rows])
+        if not rows and self._waiting:
+            rows = [self._waiting.popleft()]
+        told, self._told, self._reading = self._told, [], None
         self.close()
         self.target.drop_caches()
-        return [Emitted(row.request, [], [], error=why) for row in rows]
+        return told + [Emitted(row.request, [], [], error=why) for row in rows]
 
     def close(self) -> None:
         """Leave the cache to the next engine of the target."""
@@ -241,8 +248,8 @@ class Engine:
         rows: list[Row] = []
         free, used, n_unread, known = self.batch_size - len(self._batch.rows), 0, 0, None
         reserved = sum(map(_reach, self._batch.rows))
-        while self._waiting and len(rows) < free and known is None:
-            row = self._waiting[0]
+        while len(rows) < min(free, len(self._waiting)) and known is None:
+            row = self._waiting[len(rows)]
             used += _reach(row)
             if self.max_tokens is not None and reserved + used > self.max_tokens:
                 break
@@ -250,11 +257,13 @@ class Engine:
             is_long = self.piece is not None and n_unread + n_own > self.piece
             if rows and (of_row is not None or (is_long and self._batch.rows)):
                 break  # it is read alone, after these
-            rows.append(self._waiting.popleft())
+            rows.append(row)
             n_unread, known = n_unread + n_own, of_row
         if rows:
             goes_on = bool(self._batch.rows) and self.piece is not None and n_unread > self.piece
             self._reading = self._reading_of(rows, known, goes_on)
+            for _ in rows:
+                self._waiting.popleft()
 
     def _known(self, row: Row) -> tuple[tuple[States, int] | None, int]:
         """Return what is known already of a prompt, where that is worth it, and how many of its tokens are unread."""
@@ -281,9 +290,9 @@ class Engine:
         aside = KVCache(1, self.cache_block_tokens, longest + MOST_NODES) if goes_on else None
         cache, first = (self._cache, len(self._batch.rows)) if aside is None else (aside, 0)
         states, n_known = known or ([], 0)
+        rows[0].generation.cached_tokens = n_known
         if n_known:
             cache.restore(first, states, n_known)
-            rows[0].generation.cached_tokens = n_known
         read, chunk = self._wanted(lengths), self.piece if goes_on else None
         new = range(first, first + len(rows))
         return _Reading(rows, target.reading(tokens, lengths, cache, new, read, n_known, chunk), aside)
@@ -316,8 +325,9 @@ class Engine:
         reading.seconds += batch.clock.now - began_s
         if output is None:
             return []
+        joined = batch.join(reading.rows, output, reading.seconds)
         self._reading = None
-        return batch.join(reading.rows, output, reading.seconds)
+        return joined
 
     def _dropped(self) -> list[Emitted]:
         """Free the rows of requests that were given up."""

@@ -17,6 +17,7 @@ from torch import Tensor
 from spectrain.decoding.context import Context
 from spectrain.decoding.generation import Clock, Ending, Generation
 from spectrain.decoding.kv_cache import KVCache
+from spectrain.decoding.memory import is_out_of_memory
 from spectrain.decoding.prefixes import Prefixes
 from spectrain.decoding.sampling import Sampling
 from spectrain.decoding.target import TargetModel, TargetOutput
@@ -50,7 +51,7 @@ class Emitted:
     logprobs: list[TokenLogprobs] | None = None  # of each token, where they were asked for
 
 
-@dataclass
+@dataclass(eq=False)
 class Row:
     """A prompt that is continued, or waits for it."""
 
@@ -179,8 +180,7 @@ class Batch:
         n_rows, left = len(self.rows), [self.rows[index] for index in indices]
         for index in reversed(indices):
             if self.prefixes is not None:
-                text = self.context.tokens[index].numpy()[: self.cache.lengths[index]]
-                self.prefixes.add(text, self.cache, index)
+                self._keep_text(index)
             for part in (self.cache, self.context, self.drafter):
                 part.free(index)
             self.rows[index] = self.rows[-1]
@@ -193,6 +193,13 @@ class Batch:
             row.generation.elapsed_s = self.clock.now - row.joined_s
             shares = self.clock.shares.items()
             row.generation.time_s = {stage: share - row.shares_at_start[stage] for stage, share in shares}
+
+    def _keep_text(self, index: int) -> None:
+        try:
+            self.prefixes.add(self.context.tokens[index].numpy()[: self.cache.lengths[index]], self.cache, index)
+        except (RuntimeError, MemoryError) as error:  # nobody needs it
+            if not is_out_of_memory(error):
+                raise
 
 
 def _logprobs(logits: Tensor, tokens: Sequence[int], n_top: int) -> list[TokenLogprobs]:

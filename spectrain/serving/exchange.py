@@ -68,7 +68,7 @@ class Exchange(Response):
         except Gone:
             log.debug("a client has left")
         except UserError as error:
-            raise ApiError(400, self.service.sentence(error)) from None
+            raise ApiError(400 if worker.is_alive else 503, self.service.sentence(error)) from None
         except TimeoutError:
             error = ApiError(504, f"the request took longer than {self.service.limits.timeout_s:.0f} s")
             await self._fail(error, send)

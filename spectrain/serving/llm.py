@@ -61,6 +61,7 @@ class _Continuation:
         self.reply: Reply | None = None  # the whole, once it has ended
         self._ready: deque[Piece] = deque()
         self._text, self._logprobs, self._ticket = "", [], None
+        self._error: str | None = None  # why it failed
         self._pieces = Pieces(llm.target.tokenizer, llm.target.eos_ids, request.stop)
         self._llm = llm  # which closes when it is forgotten
         self._ticket = llm._worker.submit(request, deliver)
@@ -82,7 +83,7 @@ class _Continuation:
                 self._ready[-1].source = Source(source)
         self._logprobs += step.logprobs or []
         if step.error is not None:
-            self._ticket = None
+            self._ticket, self._error = None, step.error
             raise UserError(step.error)
         if self._pieces.stopped and step.generation is None:
             self.cancel()  # the engine looks for it in the text with special tokens
@@ -100,7 +101,7 @@ class Stream(_Continuation, Iterator[Piece]):
 
     def __next__(self) -> Piece:
         while not self._ready:
-            if self.reply is not None:
+            if self.reply is not None or self._error is not None:
                 raise StopIteration
             try:
                 self._take(self._steps.get())
@@ -125,7 +126,7 @@ class AsyncStream(_Continuation, AsyncIterator[Piece]):
 
     async def __anext__(self) -> Piece:
         while not self._ready:
-            if self.reply is not None:
+            if self.reply is not None or self._error is not None:
                 raise StopAsyncIteration
             try:
                 self._take(await self._steps.get())

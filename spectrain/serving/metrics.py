@@ -59,7 +59,7 @@ class Metrics:
     def ended(
         self, method: str, reason: str, n_prompt: int, generation: Generation, to_first_s: float, all_s: float
     ) -> None:
-        """Count an answer that has ended, or was given up."""
+        """Count an answer that has ended."""
 
         def add(name: str, count: int, *more: str) -> None:
             self._known[name].labels(self._model, method, *more).inc(count)

@@ -87,7 +87,7 @@ class Service:
         return Response(self.metrics.text(), media_type="text/plain; version=0.0.4; charset=utf-8")
 
     async def health(self, request: HttpRequest) -> Response:
-        if self.is_closing:
+        if self.is_closing or not self.worker.is_alive:
             raise ApiError(503, "the server is closing")
         return JSONResponse({"status": "ok"})
 
@@ -111,7 +111,10 @@ class Service:
         if self.is_closing:
             raise ApiError(503, "the server is closing")
         asked = self._requests(fields, prompts)
-        if self.n_open + len(asked) > self.limits.max_waiting + self.worker.engines[method].batch_size:
+        most = self.limits.max_waiting + self.worker.engines[method].batch_size
+        if len(asked) > most:
+            raise ApiError(400, f"a request may have {most} choices here, prompts times n", "n")
+        if self.n_open + len(asked) > most:
             raise ApiError(429, "too many requests wait; try again", code="rate_limit_exceeded", retry_s=RETRY_S)
         return Exchange(self, fields, method, asked)
 

@@ -6,6 +6,7 @@ import logging
 import threading
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -120,7 +121,21 @@ class Worker:
         if threading.current_thread() is not self._thread:  # where the last reference is dropped by chance
             self._thread.join()
 
+    @property
+    def is_alive(self) -> bool:
+        return self._thread.is_alive() and self._closing is None
+
     def _run(self) -> None:
+        try:
+            self._decode()
+        except BaseException:
+            log.exception("the worker has ended")
+            self._closing = "cancel"
+            for ticket, deliver in [*self._deliver.items()]:
+                with suppress(Exception):
+                    deliver(Emitted(ticket.number, [], [], error=INTERNAL_ERROR))
+
+    def _decode(self) -> None:
         while True:
             with self._wanted:
                 while not (self._calls or self._closing or any(one.has_work for one in self.engines.values())):

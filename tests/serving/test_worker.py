@@ -76,6 +76,31 @@ def test_a_failing_batch_ends_its_requests_and_the_next_one_is_answered(worker):
     assert tokens == greedy_by_full_forwards(tiny_model("llama_gqa"), prompts[0], N_NEW)
 
 
+@pytest.mark.parametrize("place", ["prepare", "start", "read_of_prompts", "prefill"])
+def test_a_method_that_cannot_begin_ends_its_requests_and_nobody_waits(worker, place, monkeypatch):
+    method = worker.engines["pld"].drafter
+
+    def fail(*_):
+        raise UserError("it does not fit")
+
+    with monkeypatch.context() as broken:
+        broken.setattr(method, place, fail)
+        with ThreadPoolExecutor(3) as pool:
+            found = list(pool.map(lambda i: answered(worker, Request([5 + i] * 3, N_NEW), "pld")[1].error, range(3)))
+        assert found == ["it does not fit"] * 3
+    assert answered(worker, Request([5, 6], N_NEW), "pld")[1].error is None
+
+
+def test_a_worker_whose_thread_ends_answers_everybody(worker, monkeypatch):
+    monkeypatch.setattr(worker.engines["failing"], "fail", lambda why: 1 / 0)
+    with ThreadPoolExecutor(2) as pool:
+        found = list(pool.map(lambda i: answered(worker, Request([5 + i] * 3, 200), "failing")[1].error, range(2)))
+    assert found == [INTERNAL_ERROR] * 2
+    assert not worker.is_alive
+    with pytest.raises(UserError, match=CLOSED):
+        worker.submit(Request([5], 1), print)
+
+
 def test_a_request_can_be_given_up_from_any_thread(worker):
     tokens, last = answered(
         worker, Request([7] * 5, 200), on_step=lambda ticket, step: worker.cancel(ticket) if step.tokens else None
