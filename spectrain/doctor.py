@@ -32,7 +32,7 @@ from spectrain.kernels.cpu.products import width
 from spectrain.measure.tables import size
 from spectrain.methods.seconds import Table as Seconds
 from spectrain.methods.seconds import doubt
-from spectrain.stores.environment import OtherWork, cpu_name, is_disturbed, version_of
+from spectrain.stores.environment import OtherWork, cpu_name, host_memory, is_disturbed, version_of
 from spectrain.stores.files import free_bytes
 from spectrain.stores.locations import BUNDLED, CHECKPOINTS, MADE, SHIPPED, SHIPPED_STORES, bundled_folder
 from spectrain.stores.row_cache import ROWS
@@ -81,11 +81,9 @@ def processor() -> Iterator[Finding]:
     wrong = "what is timed now is too slow, and a table of seconds that is made now stays wrong; wait for their end"
     said = f"take {share:.0%} of the processor's time now, load {os.getloadavg()[0]:.1f}"
     yield "other processes", said, wrong if is_disturbed(share) else ""
-    lines = [line.split() for line in Path("/proc/meminfo").read_text().splitlines()]
-    total, free = (
-        1024 * int(next(one[1] for one in lines if one[0] == f"Mem{name}:")) for name in ("Total", "Available")
-    )
-    yield "memory", f"{size(free)} of {size(total)} are free", "end other programs" if free < LITTLE_BYTES else ""
+    if (memory := host_memory()) is not None:
+        total, free = memory
+        yield "memory", f"{size(free)} of {size(total)} are free", "end other programs" if free < LITTLE_BYTES else ""
 
 
 def gpus() -> Iterator[Finding]:

@@ -28,7 +28,7 @@ import hydra
 from rich.console import Console
 
 from spectrain.cli import expand_shorthands, open_target
-from spectrain.config import COMMANDS, TYPED_COMMAND, options_of, plain
+from spectrain.config import TYPED_COMMAND, options_of, plain
 from spectrain.config.commands import Bench, Recommend
 from spectrain.decoding import Drafter, Sampling, TargetModel, generate
 from spectrain.errors import UserError
@@ -210,8 +210,7 @@ def say_how(
         if len(first) > 1 and setting["temperature"]:
             use["sampling.temperature"] = setting["temperature"]
         for command in ("generate", *(["chat"] if asked else []), "serve"):
-            if command in COMMANDS:
-                say_next(command, use | ({"prompt": prompt} if command == "generate" else {}))
+            say_next(command, use | ({"prompt": prompt} if command == "generate" else {}))
 
 
 def typed_target() -> dict[str, str]:

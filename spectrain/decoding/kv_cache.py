@@ -198,9 +198,9 @@ class KVCache(Cache):
             self._lengths = without(self._lengths, row)
 
     def states_of(self, row: int, n_tokens: int) -> States:
-        """Copy keys and values of the first tokens of a row, two tensors [H, n_tokens, D_head] for each block."""
+        """Return keys and values of the first tokens of a row, where they lie: [H, n_tokens, D_head] for each block."""
         rows = zip(self.keys, self.values, strict=True)
-        return [(keys[row, :, :n_tokens].clone(), values[row, :, :n_tokens].clone()) for keys, values in rows]
+        return [(keys[row, :, :n_tokens], values[row, :, :n_tokens]) for keys, values in rows]
 
     def restore(self, row: int, states: States, n_tokens: int) -> None:
         """Write the first tokens of `states_of` to a row, which has not joined yet."""

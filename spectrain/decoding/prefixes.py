@@ -42,7 +42,8 @@ class Prefixes:
 
     def add(self, tokens: np.ndarray, cache: KVCache, row: int) -> None:
         """Keep a row of a cache that holds these tokens [T] int64, instead of the texts that it goes on."""
-        n_bytes = sum(states[row, :, : len(tokens)].nbytes for states in (*cache.keys, *cache.values))
+        states = cache.states_of(row, len(tokens))
+        n_bytes = sum(one.nbytes for pair in states for one in pair)
         if len(tokens) < LEAST_TOKENS or n_bytes > self.max_bytes:
             return
         for key, (text, _) in [*self._texts.items()]:
@@ -52,7 +53,7 @@ class Prefixes:
                 self._drop(key)
         while self._texts and (self.bytes + n_bytes > self.max_bytes or len(self._texts) >= MOST_TEXTS):
             self._drop(next(iter(self._texts)))
-        self._texts[tokens.tobytes()] = tokens.copy(), cache.states_of(row, len(tokens))
+        self._texts[tokens.tobytes()] = tokens.copy(), [(keys.clone(), values.clone()) for keys, values in states]
         self.bytes += n_bytes
 
     def _drop(self, key: bytes) -> None:

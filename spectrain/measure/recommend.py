@@ -8,11 +8,9 @@ are close to each other.
 from __future__ import annotations
 
 import math
-import re
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
-from pathlib import Path
 
 import torch
 
@@ -21,6 +19,7 @@ from spectrain.measure.benchmark import Benchmark
 from spectrain.measure.results import QuestionRow, summarise
 from spectrain.methods.auto import METHODS
 from spectrain.methods.registry import BASELINE
+from spectrain.stores.environment import host_memory
 
 AUTO = "auto"
 KEPT = (BASELINE, AUTO)  # to the end: what others are compared with, and the answer where they cannot be distinguished
@@ -135,8 +134,8 @@ def rows_that_fit(target: TargetModel, row_tokens: int, wanted: int) -> int:
     """Return how many rows of so many tokens the free memory holds: at most `wanted`, at least 1."""
     if target.device.type == "cuda":
         free, _ = torch.cuda.mem_get_info(target.device)
-    elif Path("/proc/meminfo").is_file():
-        free = 1024 * int(re.search(r"MemAvailable:\s+(\d+)", Path("/proc/meminfo").read_text())[1])
+    elif (memory := host_memory()) is not None:
+        _, free = memory
     else:
         return wanted
     return max(1, min(wanted, int(SHARE_OF_FREE_MEMORY * free / (row_tokens * target.token_bytes))))

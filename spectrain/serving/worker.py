@@ -9,13 +9,12 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 
 import torch
 
 from spectrain.decoding import Drafter, Emitted, Engine, Prefixes, Request, Sampling, TargetModel
 from spectrain.errors import UserError
-from spectrain.methods.loading import load_method
+from spectrain.stores.environment import host_memory
 
 log = logging.getLogger(__name__)
 
@@ -179,7 +178,7 @@ class Worker:
 
 def open_worker(
     target: TargetModel,
-    methods: Mapping[str, Drafter] | Sequence[str | Path],
+    methods: Mapping[str, Drafter],
     batch_size: int = 1,
     *,
     memory: float | None = None,
@@ -190,14 +189,12 @@ def open_worker(
 
     Args:
         target: the model whose text this is.
-        methods: their names, exported folders, or methods by name; the first is the default.
+        methods: by name; the first is the default.
         batch_size: rows of each that are decoded together.
         memory: GiB for keys and values of all; None: a share of what is free.
         max_length: tokens of the longest text, prompt included; None: what target, methods and memory allow.
         draws: see `Engine`. With "shared" a request's sample depends on its seed alone, at any load.
     """
-    if not isinstance(methods, Mapping):
-        methods = {str(name): load_method(name, target) for name in methods}
     free = free_memory(target.device) if memory is None else int(memory * 2**30)
     prefixes = Prefixes(int(PREFIX_SHARE * free))
     own = (free - prefixes.max_bytes) // len(methods)
@@ -210,6 +207,6 @@ def free_memory(device: torch.device) -> int:
     on_cpu, on_gpu = MEMORY_SHARE
     if device.type == "cuda":
         return int(on_gpu * torch.cuda.mem_get_info(device)[0])
-    lines = Path("/proc/meminfo").read_text().splitlines()
-    available = next(int(line.split()[1]) for line in lines if line.startswith("MemAvailable"))
-    return int(on_cpu * available * 1024)
+    if (memory := host_memory()) is None:
+        raise UserError("this system does not say how much memory is free; give memory=<GiB>")
+    return int(on_cpu * memory[1])

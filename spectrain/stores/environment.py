@@ -49,6 +49,14 @@ def device_facts(device: torch.device, dtype: torch.dtype) -> dict[str, object]:
     }
 
 
+def host_memory() -> tuple[int, int] | None:
+    """Return the bytes of memory in all, and those that are free; None where the system does not tell."""
+    if not (file := Path("/proc/meminfo")).is_file():
+        return None
+    kib = {line.split(":")[0]: int(line.split()[1]) for line in file.read_text().splitlines()}
+    return 1024 * kib["MemTotal"], 1024 * kib["MemAvailable"]
+
+
 def core_seconds() -> tuple[float, float]:
     """Return the seconds of this process's cores so far, and those that other processes took; 0 where it is not Linux.
 
