@@ -32,7 +32,7 @@ from spectrain.kernels.cpu.products import width
 from spectrain.measure.tables import size
 from spectrain.methods.seconds import Table as Seconds
 from spectrain.methods.seconds import doubt
-from spectrain.stores.environment import OtherWork, cpu_name, host_memory, is_disturbed, version_of
+from spectrain.stores.environment import CGROUP, OtherWork, cpu_name, host_memory, is_disturbed, version_of
 from spectrain.stores.files import free_bytes
 from spectrain.stores.locations import BUNDLED, CHECKPOINTS, MADE, SHIPPED, SHIPPED_STORES, bundled_folder
 from spectrain.stores.row_cache import ROWS
@@ -41,7 +41,7 @@ from spectrain.terminal import stage
 LOAD_S = 1.0  # in which the work of other processes is measured
 LITTLE_BYTES = 2 * 2**30  # of memory or disk
 DRIVER = Path("/proc/driver/nvidia/version")
-QUOTA = Path("/sys/fs/cgroup/cpu.max")  # of the control group: microseconds of processor time, in how many
+QUOTA = CGROUP / "cpu.max"  # microseconds of processor time, in how many
 
 Finding = tuple[str, str, str]  # what it is, how it is here, and what is wrong, with what to do; "": nothing
 

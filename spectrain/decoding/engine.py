@@ -69,7 +69,7 @@ class Engine:
         drafter: the method.
         batch_size: rows decoded together.
         memory: bytes for keys and values of running requests; None: as many as `batch_size` rows take. On a GPU
-            they are taken at the first step, on a CPU as they are written, and what was written once stays taken.
+            they are taken at the first step, on a CPU as they are written.
         max_length: tokens of the longest text, prompt included; None: what target, method and memory allow.
         draws: "inverse" or "shared", how all requests draw; "auto": as the method gains from it. With "shared" a
             sample depends on target, prompt and seed alone.
@@ -226,6 +226,9 @@ class Engine:
         first = next((row.sampling for row in self._waiting if not row.sampling.greedy), self._waiting[0].sampling)
         self.drafter.prepare(self.target, first, self.batch_size)
         target = self.target.with_capture(self.drafter.capture_layers)
+        if self._cache is not None and self.max_tokens is not None:
+            if self._cache.slots_taken([_reach(self._waiting[0])]) > self.max_tokens:
+                self.close()
         if self._cache is None:
             self._cache = target.new_cache(self.batch_size, self.cache_block_tokens, self.max_length + MOST_NODES)
         self._cache.clear()
@@ -246,12 +249,12 @@ class Engine:
     def _admit(self) -> None:
         """Take as many waiting requests as there are rows and memory for, and begin to read their prompts."""
         rows: list[Row] = []
-        free, used, n_unread, known = self.batch_size - len(self._batch.rows), 0, 0, None
-        reserved = sum(map(_reach, self._batch.rows))
+        free, n_unread, known = self.batch_size - len(self._batch.rows), 0, None
+        reaches = [_reach(row) for row in self._batch.rows]
         while len(rows) < min(free, len(self._waiting)) and known is None:
             row = self._waiting[len(rows)]
-            used += _reach(row)
-            if self.max_tokens is not None and reserved + used > self.max_tokens:
+            reaches.append(_reach(row))
+            if self.max_tokens is not None and self._cache.slots_taken(reaches) > self.max_tokens:
                 break
             of_row, n_own = self._known(row)
             is_long = self.piece is not None and n_unread + n_own > self.piece

@@ -10,9 +10,11 @@ learns them when the step has been read back, by `extend`.
 
 from __future__ import annotations
 
+import math
+import mmap
 from collections.abc import Sequence
+from itertools import zip_longest
 
-import numpy as np
 import torch
 from torch import Tensor
 from transformers import Cache
@@ -21,6 +23,7 @@ from spectrain import kernels
 from spectrain.decoding.transfer import to_device, without
 from spectrain.kernels import Programs, unique
 
+HUGE_PAGE = 1 << 21
 States = list[tuple[Tensor, Tensor]]  # keys and values of a text, by block, [H, T, D_head]
 
 
@@ -40,6 +43,7 @@ class KVCache(Cache):
         self.keys: list[Tensor] = []  # of each block, [max_rows, H, S, D_head]
         self.values: list[Tensor] = []
         self.lengths: list[int] = []  # committed tokens of each active row, on the host
+        self.touched = [0] * max_rows  # most tokens that rows which ended have had there, whose slots stay in memory
         self._lengths: Tensor | None = None  # [n] int64 the same on the device; None: the host knows them better
         self.capacity = -(-n_tokens // block_tokens) * block_tokens  # S
         self.storage = unique()  # another number whenever keys and values have moved in memory
@@ -60,6 +64,10 @@ class KVCache(Cache):
     def bytes(self) -> int:
         """Memory that keys and values take."""
         return sum(states.nbytes for states in (*self.keys, *self.values))
+
+    def slots_taken(self, lengths: Sequence[int]) -> int:
+        """Return how many slots are in memory when the rows have reached these lengths."""
+        return sum(map(max, *zip(*zip_longest(self.touched, lengths, fillvalue=0), strict=True)))
 
     def __len__(self) -> int:
         return len(self.keys)
@@ -189,6 +197,8 @@ class KVCache(Cache):
     def free(self, row: int) -> None:
         """Remove a row: the last row moves into its place."""
         last, length = self.n_rows - 1, self.lengths[-1]
+        for one in {row, last}:
+            self.touched[one] = max(self.touched[one], self.lengths[one])
         if row != last:
             for states in (*self.keys, *self.values):
                 states[row, :, :length] = states[last, :, :length]
@@ -235,6 +245,10 @@ class KVCache(Cache):
 
 def _zeros(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
     """Return zeros. On a CPU slots take no memory before they are written."""
-    if device.type != "cpu":
+    n_bytes = math.prod(shape) * dtype.itemsize
+    if device.type != "cpu" or n_bytes < 2 * HUGE_PAGE:
         return torch.zeros(shape, dtype=dtype, device=device)
-    return torch.from_numpy(np.zeros(shape, f"i{dtype.itemsize}")).view(dtype)
+    memory = mmap.mmap(-1, n_bytes, access=mmap.ACCESS_COPY)  # private: a process that is forked has its own
+    if hasattr(mmap, "MADV_NOHUGEPAGE"):  # one token of each row and head would take a huge page each
+        memory.madvise(mmap.MADV_NOHUGEPAGE)
+    return torch.frombuffer(memory, dtype=dtype).view(shape)

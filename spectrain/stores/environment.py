@@ -16,6 +16,7 @@ import torch
 from spectrain.config import TYPED_COMMAND
 
 LEAST_DISTURBING = 0.05  # of the time of the cores, that other processes take
+CGROUP = Path("/sys/fs/cgroup")  # a container's own group; version 2
 LIBRARIES = ("torch", "lightning", "transformers", "deepspeed", "spectrain")
 
 
@@ -50,11 +51,19 @@ def device_facts(device: torch.device, dtype: torch.dtype) -> dict[str, object]:
 
 
 def host_memory() -> tuple[int, int] | None:
-    """Return the bytes of memory in all, and those that are free; None where the system does not tell."""
+    """Return the bytes of memory in all, and those that are free; None where the system does not tell.
+
+    A container has no more than its control group allows.
+    """
     if not (file := Path("/proc/meminfo")).is_file():
         return None
     kib = {line.split(":")[0]: int(line.split()[1]) for line in file.read_text().splitlines()}
-    return 1024 * kib["MemTotal"], 1024 * kib["MemAvailable"]
+    total, free = 1024 * kib["MemTotal"], 1024 * kib["MemAvailable"]
+    if (limit := CGROUP / "memory.max").is_file() and (most := limit.read_text().strip()) != "max":
+        kinds = dict(line.split() for line in (CGROUP / "memory.stat").read_text().splitlines())
+        used = int((CGROUP / "memory.current").read_text()) - int(kinds["inactive_file"])  # files are dropped at need
+        total, free = min(total, int(most)), min(free, max(0, int(most) - used))
+    return total, free
 
 
 def core_seconds() -> tuple[float, float]:

@@ -169,6 +169,20 @@ def test_memory_admits_requests_in_order():
         Engine(target, Autoregressive(), 4, memory=100 * target.token_bytes)
 
 
+def test_memory_counts_what_rows_once_held():
+    target, chance, taken = target_of("llama_gqa"), random.Random(3), []
+    engine = Engine(target, Autoregressive(), 4, memory=200 * target.token_bytes, max_length=60, stop_token_ids=())
+    reaches = [chance.choice((20, 60)) for _ in range(30)]
+
+    def watch(engine: Engine, steps: list) -> None:
+        taken.append(engine._cache.slots_taken(engine._cache.lengths))
+
+    gained = run(engine, [(4 * i, Request([5 + i] * 10, reach - 10)) for i, reach in enumerate(reaches)], watch)
+    assert max(taken) <= 200
+    texts = [[token for step in steps for token in step.tokens] for steps in gained.values()]
+    assert [10 + len(text) for text in texts] == reaches
+
+
 def test_a_prompt_that_does_not_fit_fails_alone(monkeypatch):
     prompts, texts = texts_of("llama_gqa")
     engine, reading = Engine(target_of("llama_gqa"), Autoregressive(), 2), TargetModel.reading

@@ -1,5 +1,8 @@
 """The cache holds, row by row, what a fresh prefill of the committed tokens would hold."""
 
+from pathlib import Path
+
+import pytest
 import torch
 
 from spectrain.decoding import DraftTree, KVCache, TargetModel, generate
@@ -85,3 +88,19 @@ def test_a_generation_allocates_its_caches_once(llama_target, monkeypatch):
     assert len(seen) > 10
     assert all(step == seen[0] for step in seen)
     assert seen[0][0][1] < 30 + 60 + MOST_NODES + 8
+
+
+STATM = Path("/proc/self/statm")
+
+
+@pytest.mark.skipif(not STATM.is_file(), reason="this system does not tell what a process takes")
+def test_slots_take_no_memory_before_they_are_written():
+    def resident() -> int:
+        return 4096 * int(STATM.read_text().split()[1])
+
+    cache, before = KVCache(16, 256, 8192), resident()
+    cache.begin(range(16), range(16), 1)  # one token of each row, at its own slot
+    cache.update(torch.ones(16, 3, 1, 64), torch.ones(16, 3, 1, 64), 0)
+    assert cache.bytes == 2 * 16 * 3 * 8192 * 64 * 4
+    assert resident() - before < cache.bytes / 20
+    assert cache.keys[0].sum() == 16 * 3 * 64

@@ -6,7 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from spectrain.stores.environment import OtherWork, is_disturbed
+from spectrain.stores import environment
+from spectrain.stores.environment import OtherWork, host_memory, is_disturbed
 
 
 def test_others_have_what_the_cores_worked_without_this_process(monkeypatch):
@@ -36,3 +37,14 @@ def test_a_system_that_does_not_tell_is_no_error(monkeypatch):
 
     monkeypatch.setattr(Path, "read_text", missing)
     assert OtherWork().share() is None
+
+
+@pytest.mark.skipif(host_memory() is None, reason="this system does not tell its memory")
+def test_a_container_has_no_more_memory_than_its_limit(monkeypatch, tmp_path):
+    monkeypatch.setattr(environment, "CGROUP", tmp_path)
+    of_machine, _ = host_memory()
+    (tmp_path / "memory.max").write_text("max\n")
+    assert host_memory()[0] == of_machine
+    for name, text in (("max", "3000000\n"), ("current", "2500000\n"), ("stat", "anon 5\ninactive_file 1500000\n")):
+        (tmp_path / f"memory.{name}").write_text(text)
+    assert host_memory() == (3000000, 2000000)
