@@ -226,9 +226,8 @@ class Engine:
         first = next((row.sampling for row in self._waiting if not row.sampling.greedy), self._waiting[0].sampling)
         self.drafter.prepare(self.target, first, self.batch_size)
         target = self.target.with_capture(self.drafter.capture_layers)
-        if self._cache is not None and self.max_tokens is not None:
-            if self._cache.slots_taken([_reach(self._waiting[0])]) > self.max_tokens:
-                self.close()
+        if self._cache is not None and not self._has_memory([_reach(self._waiting[0])]):
+            self.close()
         if self._cache is None:
             self._cache = target.new_cache(self.batch_size, self.cache_block_tokens, self.max_length + MOST_NODES)
         self._cache.clear()
@@ -254,7 +253,7 @@ class Engine:
         while len(rows) < min(free, len(self._waiting)) and known is None:
             row = self._waiting[len(rows)]
             reaches.append(_reach(row))
-            if self.max_tokens is not None and self._cache.slots_taken(reaches) > self.max_tokens:
+            if not self._has_memory(reaches):
                 break
             of_row, n_own = self._known(row)
             is_long = self.piece is not None and n_unread + n_own > self.piece
@@ -267,6 +266,10 @@ class Engine:
             self._reading = self._reading_of(rows, known, goes_on)
             for _ in rows:
                 self._waiting.popleft()
+
+    def _has_memory(self, reaches: Sequence[int]) -> bool:
+        """Whether there is memory for rows that may have so many tokens in the end."""
+        return self.max_tokens is None or self._cache.slots_taken(reaches) <= self.max_tokens
 
     def _known(self, row: Row) -> tuple[tuple[States, int] | None, int]:
         """Return what is known already of a prompt, where that is worth it, and how many of its tokens are unread."""
