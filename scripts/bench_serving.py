@@ -7,9 +7,10 @@
 For each concurrency, and each `--rate` of requests per second that arrive at random, all methods answer the same
 requests in turns, in random order. TTFT is the time to the first text, TPOT the time of each further token of an
 answer, ITL the time between two chunks: mean, median and 99th percentile in ms. `ratio` is the throughput divided by
-that of the last method, turn by turn. `/health` is how long that answer takes meanwhile. Servers that list no methods
-are asked without the field. With `--soak` 32 clients ask; 10 % of the requests are left midway and 5 % malformed.
-Greedy answers must be those of the last method alone, no row may stay, and the memory of quarters is told.
+that of the last method, turn by turn; with `--bare <target>`, by that of the last method in this process, without a
+server or a client. `/health` is how long that answer takes meanwhile. Servers that list no methods are asked without
+the field. With `--soak` 32 clients ask; 10 % of the requests are left midway and 5 % malformed. Greedy answers must be
+those of the last method alone, no row may stay, and the memory of quarters is told.
 """
 
 from __future__ import annotations
@@ -35,6 +36,7 @@ from pathlib import Path
 import httpx
 import numpy as np
 
+from spectrain import LLM
 from spectrain.errors import UserError
 from spectrain.measure.questions import read_questions
 from spectrain.measure.tables import show, table_of
@@ -42,6 +44,7 @@ from spectrain.stores.environment import cpu_name, date_now
 from spectrain.stores.files import write_json
 
 START_S, END_S, PROBE_S = 600.0, 60.0, 0.25
+BARE = "without a server"
 CLIENTS, SAMPLED = 32, 0.2  # of a soak; the share of its whole answers that are sampled
 KINDS = {"whole": 0.85, "leaving": 0.10, "malformed": 0.05}
 NONSENSE = (b"", b"{", b"[]", b"null", b"\xff\xfe", b"[" * 10_000, b'{"model": {}}')
@@ -121,30 +124,45 @@ async def together(tasks: Sequence[Coroutine], concurrency: int | None, rate: fl
     return await asyncio.gather(*map(one, tasks, waits))
 
 
+def decoded(llm: LLM, bodies: Sequence[dict]) -> list[Answer]:
+    """Answer without a server. Only the tokens are counted."""
+    prompts = [body.get("prompt") or body["messages"] for body in bodies]
+    replies = llm.generate(prompts, max_new_tokens=bodies[0]["max_tokens"])
+    return [Answer(0.0, n_tokens=len(reply.generation.tokens)) for reply in replies]
+
+
 async def measured(client: Client, prompts: Sequence[str], methods: Sequence[str | None], args) -> list[dict]:
     """Measure all methods under all loads."""
     runs, chance, numbers = [], random.Random(0), itertools.count()
     await together([client.ask(client.body(prompt, 16, method)) for method in methods for prompt in prompts[:2]], 2)
     for concurrency, rate in [(n, None) for n in args.concurrency] + [(None, rate) for rate in args.rate]:
         found = {method: ([], [], []) for method in methods}  # answers, tokens/s of each turn, seconds of /health
+        llm = LLM(args.bare, method=methods[-1], batch_size=concurrency or CLIENTS) if args.bare else None
+        found |= {BARE: ([], [], [])} if llm else {}
         for _ in range(args.turns):
             n_requests = max(args.requests, 3 * (concurrency or 0))
             asked = [(chance.choice(prompts), chance.choice(args.max_tokens)) for _ in range(n_requests)]
-            for method in chance.sample(methods, len(methods)):
+            for method in chance.sample([*found], len(found)):
                 answers, speeds, health_s = found[method]
                 probing, began = asyncio.create_task(client.probe(health_s)), time.perf_counter()
                 # A beginning of its own, so that a server which keeps texts knows nothing of a request.
                 bodies = [client.body(f"{next(numbers)}. {prompt}", n, method) for prompt, n in asked]
-                turn = await together([client.ask(body) for body in bodies], concurrency, rate)
+                if method is BARE:
+                    turn = await asyncio.to_thread(decoded, llm, bodies)
+                else:
+                    turn = await together([client.ask(body) for body in bodies], concurrency, rate)
                 speeds.append(sum(one.n_tokens for one in turn) / (time.perf_counter() - began))
                 probing.cancel()
-                answers += whole(turn)
+                answers += [] if method is BARE else whole(turn)
         for method, (answers, speeds, health_s) in found.items():
             spans = [(one.times_s[-1] - one.times_s[0], one.n_tokens - 1) for one in answers if one.n_tokens > 1]
             times_s = {"TTFT": [one.times_s[0] - one.sent_s for one in answers], "TPOT": [s / n for s, n in spans]}
-            times_s |= {"ITL": np.concatenate([np.diff(one.times_s) for one in answers]), "/health": health_s}
+            times_s |= {"ITL": [gap for one in answers for gap in np.diff(one.times_s)], "/health": health_s}
             run = {"load": f"{rate}/s" if rate else str(concurrency), "method": method, "requests": len(answers)}
-            logs = {"tokens/s": np.log(speeds), "ratio": np.log(speeds) - np.log(found[methods[-1]][1])}
+            logs = {
+                "tokens/s": np.log(speeds),
+                "ratio": np.log(speeds) - np.log(found[BARE if llm else methods[-1]][1]),
+            }
             run |= {name: round(float(np.exp(one.mean())), 3) for name, one in logs.items()}
             runs.append(run | {name: spread_ms(one) for name, one in times_s.items()})
     return runs
@@ -244,9 +262,13 @@ def parsed(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--rate", type=float, nargs="*", default=[], help="requests per second")
     parser.add_argument("--requests", type=int, default=12, help="of a turn; at least three for each at the same time")
     parser.add_argument("--turns", type=int, default=3)
+    parser.add_argument("--bare", help="target that also decodes here, as one --max-tokens and --concurrency say")
     parser.add_argument("--soak", type=int, help="so many requests, in place of the measurement")
     parser.add_argument("--out", type=Path, help="JSON file of the results")
-    return parser.parse_args(arguments)
+    args = parser.parse_args(arguments)
+    if args.bare and (args.rate or len(args.max_tokens) > 1):
+        parser.error("--bare is for one --max-tokens, without --rate")
+    return args
 
 
 async def asked(args: argparse.Namespace, url: str, pid: int | None = None) -> dict:

@@ -89,6 +89,15 @@ def test_times_are_those_of_the_server(measure):
     assert [run["ratio"] > 1 for run in found["runs"][:2]] == [True, False]
 
 
+def test_what_a_server_costs_is_told_by_the_same_work_without_one(measure):
+    _, found = measure("--concurrency", "2", "--requests", "4", "--turns", "1", "--bare", "pystdlib-8l")
+    *served, bare = found["runs"]
+    assert bare["method"] == "without a server"
+    assert bare["ratio"] == 1.0
+    for run in served:
+        assert run["ratio"] == pytest.approx(run["tokens/s"] / bare["tokens/s"], rel=0.01)
+
+
 FAULTS = {"text": "not the target's own", "malformed": "malformed, but 500", "broken": "broke off (200)"}
 
 
