@@ -42,7 +42,7 @@ from spectrain.measure.traffic import weight_bytes
 from spectrain.methods import registry
 from spectrain.methods.folders import FOLDERS, artifact_kinds
 from spectrain.methods.options import names
-from spectrain.stores.environment import core_seconds, device_facts, provenance
+from spectrain.stores.environment import OtherWork, device_facts, is_disturbed, provenance
 from spectrain.stores.files import json_line
 from spectrain.stores.prompts import Question, question_ids
 from spectrain.terminal import PROMPTS, say_next, stage
@@ -51,12 +51,11 @@ LARGER_BATCH = {"cpu": 4, "cuda": 16}  # by default; on two cores batches of eig
 LARGER_SHARE = 0.5  # of the time that a setting of batch 1 gets
 MOST_PROMPTS = 200  # that are read of a file
 SHOWN = 3  # methods of each setting
-DISTURBED = 0.1  # of the cores, from which on other work is reported
 COLUMNS = 100  # where the output is no terminal
 
 
 def main(options: Recommend) -> None:
-    began, busy = time.monotonic(), core_seconds()
+    began, others = time.monotonic(), OtherWork()
     asked = questions.read_questions(options.prompts, MOST_PROMPTS) if options.prompts else []
     with stage(f"loading {options.target.path}"):
         target = open_target(options.target, all_ranks=True)
@@ -77,11 +76,10 @@ def main(options: Recommend) -> None:
         files = Path(drafters[name].store.folder).iterdir() if drafters[name].store else ()
         one["memory_bytes"] = weight_bytes(drafters[name]) + sum(file.stat().st_size for file in files)
         one["folders"] = list(drafters[name].folders)
-    elapsed_s, others_s = (now - before for now, before in zip(core_seconds(), busy, strict=True))
     trained = [name for name in drafters if artifact_kinds(methods[name]).keys() & {"drafter", "head"}]
     content = {
         **{"kind": "recommendation", **provenance(), "target": options.target.path, "engine": target.engine},
-        **{**device_facts(target.device, target.dtype), "other_work": max(0.0, others_s / elapsed_s)},
+        **{**device_facts(target.device, target.dtype), "other_work": others.share()},
         **{"settings": settings, "skipped": skipped, "advice": advice(settings, options.minutes)},
         "drafter": gain_of_drafters(settings[0], trained) if trained else expected_of_a_drafter(options.target.path),
     }
@@ -190,7 +188,7 @@ def show(content: Mapping) -> None:
     if rows:
         console.print(for_terminal(table_of(rows), [*notes.values()]), "")
     said = [content["advice"], content["drafter"]]
-    if (share := content["other_work"]) > DISTURBED:
+    if is_disturbed(share := content["other_work"]):
         said.append(f"other processes took {share:.0%} of the cores meanwhile, so repeat it when they are quiet")
     for one in said:
         console.print(f"{one[0].upper()}{one[1:]}.", markup=False, soft_wrap=True)

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import json
-import os
 import shlex
-from pathlib import Path
 
 import pytest
 
@@ -13,7 +11,6 @@ from spectrain import recommend
 from spectrain.decoding import load_target
 from spectrain.measure import recommend as halving
 from spectrain.measure.questions import BUNDLED, read_questions
-from spectrain.stores.environment import core_seconds
 from tests.models.test_artifacts import export_spire
 
 QUICK = ("methods=[pld,logitspec]", "max_new_tokens=8", "minutes=10")
@@ -88,19 +85,9 @@ def test_prompts_that_are_all_too_long_are_one_sentence(run):
 
 
 def test_other_work_on_the_machine_is_reported(run, monkeypatch):
-    seconds = iter([(0.0, 0.0), (10.0, 4.0)])
-    monkeypatch.setattr(recommend, "core_seconds", lambda: next(seconds))
+    monkeypatch.setattr(recommend.OtherWork, "share", lambda one: 0.4)
     code, out, err = run("recommend", *QUICK[:2], "minutes=0.0001")
     assert "Other processes took 40% of the cores meanwhile" in out, err
-
-
-def test_the_seconds_of_other_processes_are_those_of_the_own_cores_without_the_own_ones(monkeypatch):
-    stat = "cpu  900 0 0 0 0 0 0 0 0 0\ncpu0 700 0 0 0 0 0 0 0 0 0\ncpu1 100 20 30 5000 6000 4 5 41 70 80\nintr 5\n"
-    monkeypatch.setattr(Path, "read_text", lambda path: stat)
-    monkeypatch.setattr(os, "sched_getaffinity", lambda process: {1})
-    monkeypatch.setattr(os, "sysconf", lambda name: 100)
-    monkeypatch.setattr(os, "times", lambda: (0.3, 0.2, 0.1, 0.1, 9.0))
-    assert core_seconds()[1] == pytest.approx(2.0 - 0.7)
 
 
 @pytest.mark.parametrize("kind", BUNDLED)

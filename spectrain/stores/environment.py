@@ -66,20 +66,6 @@ def host_memory() -> tuple[int, int] | None:
     return total, free
 
 
-def core_seconds() -> tuple[float, float]:
-    """Return the seconds of this process's cores so far, and those that other processes took; 0 where it is not Linux.
-
-    Of two such pairs the differences say which share of the cores others took meanwhile.
-    """
-    if not Path("/proc/stat").is_file():
-        return time.monotonic(), 0.0
-    cores = {f"cpu{core}" for core in os.sched_getaffinity(0)}
-    lines = (line.split() for line in Path("/proc/stat").read_text().splitlines())
-    # All columns but idle (3), waiting for a disk (4) and guests, which users' seconds contain.
-    ticks = sum(int(line[1 + column]) for line in lines if line[0] in cores for column in (0, 1, 2, 5, 6, 7))
-    return len(cores) * time.monotonic(), ticks / os.sysconf("SC_CLK_TCK") - sum(os.times()[:4])
-
-
 def date_now() -> str:
     """Return the date as results tell it: to the minute, UTC."""
     return time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime())
