@@ -239,7 +239,7 @@ class Auto(Drafter):
     def _choose(self, context: Context) -> None:
         """Choose the method of the next steps."""
         n_rows = context.n_rows
-        if n_rows.bit_length() != self._rows_before.bit_length():
+        if (n_rows - 1).bit_length() != (self._rows_before - 1).bit_length():  # a full batch often lacks a row
             self._retry(n_rows)
         self._rows_before = n_rows
         speeds = {arm: arm.speed(n_rows) for arm in self.taking_part}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 from random import Random
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -308,3 +309,11 @@ def test_a_drafters_tree_takes_the_datastore_at_hand(artifacts, monkeypatch, tmp
     assert build_method(alone, artifacts.target, {"spire": spire}).arms[0].drafter.store is None
     with pytest.raises(UserError, match="nowhere"):
         build_method(config, artifacts.target, {"spire": spire, "datastore": str(tmp_path / "nowhere")})
+
+
+def test_a_full_batch_that_lacks_a_row_is_no_other_batch():
+    drafter, tried = Auto({}), []
+    drafter._rows_before, drafter._retry = 16, tried.append
+    for n_rows in (15, 16, 9, 16, 8, 5, 7, 2, 1):
+        drafter._choose(SimpleNamespace(n_rows=n_rows))
+    assert tried == [8, 2, 1]
