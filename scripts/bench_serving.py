@@ -137,7 +137,7 @@ async def measured(client: Client, prompts: Sequence[str], methods: Sequence[str
     await together([client.ask(client.body(prompt, 16, method)) for method in methods for prompt in prompts[:2]], 2)
     for concurrency, rate in [(n, None) for n in args.concurrency] + [(None, rate) for rate in args.rate]:
         found = {method: ([], [], []) for method in methods}  # answers, tokens/s of each turn, seconds of /health
-        llm = LLM(args.bare, method=methods[-1], batch_size=concurrency or CLIENTS) if args.bare else None
+        llm = LLM(args.bare, method=methods[-1], batch_size=concurrency) if args.bare else None
         found |= {BARE: ([], [], [])} if llm else {}
         for _ in range(args.turns):
             n_requests = max(args.requests, 3 * (concurrency or 0))

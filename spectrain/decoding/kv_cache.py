@@ -67,7 +67,7 @@ class KVCache(Cache):
 
     def slots_taken(self, lengths: Sequence[int]) -> int:
         """Return how many slots are in memory when the rows have reached these lengths."""
-        return sum(map(max, *zip(*zip_longest(self.touched, lengths, fillvalue=0), strict=True)))
+        return sum(max(one) for one in zip_longest(self.touched, lengths, fillvalue=0))
 
     def __len__(self) -> int:
         return len(self.keys)
