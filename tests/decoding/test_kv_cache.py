@@ -1,12 +1,11 @@
 """The cache holds, row by row, what a fresh prefill of the committed tokens would hold."""
 
-from pathlib import Path
-
 import pytest
 import torch
 
 from spectrain.decoding import DraftTree, KVCache, TargetModel, generate
 from spectrain.decoding.engine import MOST_NODES
+from spectrain.measure.benchmark import resident_bytes
 from spectrain.methods.speculative import Speculative
 from tests.conftest import random_prompts
 from tests.decoding.reference import cached_states, random_parents, tree_of
@@ -69,38 +68,37 @@ def test_fill_makes_a_cache_as_if_it_had_read_the_tokens(llama_target):
     torch.testing.assert_close(got, expected, rtol=1e-4, atol=1e-4)
 
 
-def test_a_generation_allocates_its_caches_once(llama_target, monkeypatch):
-    seen = []
+def test_a_batch_allocates_its_caches_once(llama_target):
+    seen = []  # of each batch, of each of its steps; the second begins when both rows of the first end at once
 
     class Watching(Speculative):
         def observe(self, context, tree, output, verified):
             super().observe(context, tree, output, verified)
-            seen.append([(one.keys[0].data_ptr(), one.capacity) for one in (self.target_cache, self.cache)])
+            seen[-1].append(
+                [(one.storage, one.keys[0].data_ptr(), one.capacity) for one in (self.target_cache, self.cache)]
+            )
 
         def start(self, target, cache):
             super().start(target, cache)
             self.target_cache = cache
+            seen.append([])
 
     method = Watching(llama_target, gamma=3)
     generate(
         llama_target, method, random_prompts([30, 5, 9]), 60, batch_size=2, stop_token_ids=(), cache_block_tokens=8
     )
-    assert len(seen) > 10
-    assert all(step == seen[0] for step in seen)
-    assert seen[0][0][1] < 30 + 60 + MOST_NODES + 8
+    assert sum(map(len, seen)) > 10
+    assert all(step == steps[0] for steps in seen for step in steps)
+    assert len({steps[0][0] for steps in seen}) == 1  # the target's, of all of them
+    assert seen[0][0][0][2] < 30 + 60 + MOST_NODES + 8
 
 
-STATM = Path("/proc/self/statm")
-
-
-@pytest.mark.skipif(not STATM.is_file(), reason="this system does not tell what a process takes")
-def test_slots_take_no_memory_before_they_are_written():
-    def resident() -> int:
-        return 4096 * int(STATM.read_text().split()[1])
-
-    cache, before = KVCache(16, 256, 8192), resident()
+@pytest.mark.skipif(not resident_bytes(), reason="this system does not tell what a process takes")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_slots_take_no_memory_before_they_are_written(dtype):
+    cache, before, states = KVCache(16, 256, 8192), resident_bytes(), torch.ones(16, 3, 1, 64, dtype=dtype)
     cache.begin(range(16), range(16), 1)  # one token of each row, at its own slot
-    cache.update(torch.ones(16, 3, 1, 64), torch.ones(16, 3, 1, 64), 0)
-    assert cache.bytes == 2 * 16 * 3 * 8192 * 64 * 4
-    assert resident() - before < cache.bytes / 20
+    cache.update(states, states, 0)
+    assert cache.bytes == 2 * 16 * 3 * 8192 * 64 * dtype.itemsize
+    assert resident_bytes() - before < cache.bytes / 20
     assert cache.keys[0].sum() == 16 * 3 * 64
