@@ -263,13 +263,14 @@ class Engine:
             n_unread, known = n_unread + n_own, of_row
         if rows:
             goes_on = bool(self._batch.rows) and self.piece is not None and n_unread > self.piece
+            goes_on = goes_on and self._has_memory(reaches[: len(self._batch.rows) + 1], len(rows[0].prompt))
             self._reading = self._reading_of(rows, known, goes_on)
             for _ in rows:
                 self._waiting.popleft()
 
-    def _has_memory(self, reaches: Sequence[int]) -> bool:
-        """Whether there is memory for rows that may have so many tokens in the end."""
-        return self.max_tokens is None or self._cache.slots_taken(reaches) <= self.max_tokens
+    def _has_memory(self, reaches: Sequence[int], aside: int = 0) -> bool:
+        """Whether there is memory for rows that may have so many tokens in the end, and for some aside."""
+        return self.max_tokens is None or self._cache.slots_taken(reaches) + aside <= self.max_tokens
 
     def _known(self, row: Row) -> tuple[tuple[States, int] | None, int]:
         """Return what is known already of a prompt, where that is worth it, and how many of its tokens are unread."""
@@ -346,6 +347,9 @@ class Engine:
             self._waiting.extendleft(row for row in reversed(self._reading.rows))
             gone += [row for row in self._reading.rows if row.request in unwanted]
             self._reading.pieces.close()
+            if self._reading.aside is None:
+                for place, row in enumerate(self._reading.rows, len(self._batch.rows)):
+                    self._cache.leave(place, len(row.prompt))
             self._reading = None
         self._waiting = deque(row for row in self._waiting if row.request not in unwanted)
         dropped = []

@@ -43,7 +43,7 @@ class KVCache(Cache):
         self.keys: list[Tensor] = []  # of each block, [max_rows, H, S, D_head]
         self.values: list[Tensor] = []
         self.lengths: list[int] = []  # committed tokens of each active row, on the host
-        self.touched = [0] * max_rows  # most tokens that rows which ended have had there, whose slots stay in memory
+        self.touched = [0] * max_rows  # most tokens that have stood in each row, whose slots stay in memory
         self._lengths: Tensor | None = None  # [n] int64 the same on the device; None: the host knows them better
         self.capacity = -(-n_tokens // block_tokens) * block_tokens  # S
         self.storage = unique()  # another number whenever keys and values have moved in memory
@@ -194,11 +194,15 @@ class KVCache(Cache):
         """Forget all rows."""
         self.lengths, self._lengths = [], None
 
+    def leave(self, row: int, n_tokens: int) -> None:
+        """Remember that so many tokens of a row that is given up stay in memory."""
+        self.touched[row] = max(self.touched[row], n_tokens)
+
     def free(self, row: int) -> None:
         """Remove a row: the last row moves into its place."""
         last, length = self.n_rows - 1, self.lengths[-1]
         for one in {row, last}:
-            self.touched[one] = max(self.touched[one], self.lengths[one])
+            self.leave(one, self.lengths[one])
         if row != last:
             for states in (*self.keys, *self.values):
                 states[row, :, :length] = states[last, :, :length]

@@ -10,6 +10,7 @@ from __future__ import annotations
 import inspect
 import logging
 from collections.abc import Iterable, Mapping, Sequence
+from functools import cache
 from importlib import import_module
 from pathlib import Path
 from types import ModuleType
@@ -122,5 +123,11 @@ def find_artifact(kind: str, target: TargetModel) -> str:
         folder = largest_datastore(CHECKPOINTS, tokenizer_fingerprint(target.tokenizer), print_)
     else:
         folder = default_artifact(CHECKPOINTS, kind, print_)
-    log.info("%s: %s", about(kind).option, folder)
+    _say(about(kind).option, str(folder))
     return str(folder)
+
+
+@cache
+def _say(option: str, folder: str) -> None:
+    """Once, although several methods find the same."""
+    log.info("%s: %s", option, folder)

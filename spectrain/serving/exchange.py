@@ -80,6 +80,7 @@ class Exchange(Response):
             for choice, ticket in zip(choices, tickets, strict=False):
                 if choice.generation is None:
                     worker.cancel(ticket)
+                    self.service.metrics.aborted(self.method)
 
     async def _watch(self, receive: Callable, queue: asyncio.Queue) -> None:
         while (await receive())["type"] != "http.disconnect":

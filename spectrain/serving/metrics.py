@@ -23,7 +23,7 @@ HISTOGRAMS = {
     "e2e_request_latency_seconds": ("from request to last token", REQUEST_S),
 }
 COUNTERS = {
-    "request_success": "answers that have ended",
+    "request_success": "answers that have ended, those whose client left as abort",
     "prompt_tokens": "tokens of prompts",
     "prompt_tokens_cached": "tokens of prompts that were known from earlier ones",
     "generation_tokens": "tokens of answers",
@@ -55,6 +55,10 @@ class Metrics:
 
     def observe(self, name: str, method: str, seconds: float) -> None:
         self._known[name].labels(self._model, method).observe(seconds)
+
+    def aborted(self, method: str) -> None:
+        """Count an answer that nobody waits for any more."""
+        self._known["request_success"].labels(self._model, method, "abort").inc()
 
     def ended(
         self, method: str, reason: str, n_prompt: int, generation: Generation, to_first_s: float, all_s: float

@@ -104,6 +104,8 @@ class Service:
         method = fields.method or self.methods[0]
         if method not in self.methods:
             raise ApiError(400, f"method must be one of {', '.join(self.methods)}", "method")
+        most = self.limits.max_waiting + self.worker.engines[method].batch_size
+        self._check_room(1, most)  # before its text is read
         try:
             prompts = await asyncio.to_thread(self._prompts, fields)
         except (UserError, Broken) as error:
@@ -111,12 +113,14 @@ class Service:
         if self.is_closing:
             raise ApiError(503, "the server is closing")
         asked = self._requests(fields, prompts)
-        most = self.limits.max_waiting + self.worker.engines[method].batch_size
         if len(asked) > most:
             raise ApiError(400, f"a request may have {most} choices here, prompts times n", "n")
-        if self.n_open + len(asked) > most:
-            raise ApiError(429, "too many requests wait; try again", code="rate_limit_exceeded", retry_s=RETRY_S)
+        self._check_room(len(asked), most)
         return Exchange(self, fields, method, asked)
+
+    def _check_room(self, n_choices: int, most: int) -> None:
+        if self.n_open + n_choices > most:
+            raise ApiError(429, "too many requests wait; try again", code="rate_limit_exceeded", retry_s=RETRY_S)
 
     async def _body(self, request: HttpRequest) -> bytes:
         body, most = bytearray(), self.limits.max_body_bytes

@@ -155,7 +155,8 @@ class Worker:
 
     def _stepped(self, engine: Engine) -> list[Emitted]:
         try:
-            return engine.step(rehearses=self._is_warming)
+            with self.target.turn:  # another worker may have the same target
+                return engine.step(rehearses=self._is_warming)
         except Exception as error:
             if not isinstance(error, UserError):
                 log.exception("a step failed")

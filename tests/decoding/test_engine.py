@@ -112,6 +112,17 @@ def test_rows_go_on_while_a_long_prompt_is_read(family):
         assert tokens_of(gained[number]) == greedy_by_full_forwards(tiny_model(family), prompts[number], n_new)
 
 
+def test_a_long_prompt_is_read_in_place_where_memory_holds_no_copy_of_it(monkeypatch):
+    monkeypatch.setattr(engine_module, "MOST_NODES", 8)
+    target, waited = target_of("llama_gqa"), []
+    for tokens in (110, 180):
+        engine, together = Engine(target, Autoregressive(), 2, memory=tokens * target.token_bytes), []
+        requests = [(0, Request([3] * 5, 20)), (1, Request([5] * 70, 5))]
+        run(engine, requests, lambda engine, steps, seen=together: seen.append([step.request for step in steps]))
+        waited.append([step for step in together if step].index([1]) == 1)
+    assert waited == [True, False]
+
+
 @pytest.mark.parametrize("name", ["spire", "speculative", "sssd", "auto"])
 def test_with_shared_noise_a_sample_depends_on_its_seed_alone(name):
     prompts, _ = texts_of("llama_gqa")
@@ -184,6 +195,15 @@ def test_memory_counts_what_rows_once_held(monkeypatch):
     assert max(taken) <= 160
     texts = [[token for step in steps for token in step.tokens] for steps in gained.values()]
     assert [10 + len(text) for text in texts] == reaches
+
+
+def test_memory_counts_what_was_read_of_a_prompt_that_was_given_up():
+    engine = Engine(target_of("llama_gqa"), Autoregressive(), 2)
+    number = engine.submit(Request([3] * 50, 9))
+    assert engine.step() == []  # nobody else waits, so it is read in place
+    engine.cancel(number)
+    engine.step()
+    assert engine._cache.slots_taken([]) == 50
 
 
 def test_a_prompt_that_does_not_fit_fails_alone(monkeypatch):

@@ -135,6 +135,13 @@ def test_threads_share_it(llm, plain):
     assert [reply.text for reply in replies] == [expected[prompt] for prompt in asked]
 
 
+def test_several_share_a_target(target, llm, plain):
+    with LLM(target, "logitspec", batch_size=4) as other, ThreadPoolExecutor(4) as pool:
+        asked = [(one, prompt) for prompt in PROMPTS * 4 for one in (llm, other)]
+        replies = list(pool.map(lambda pair: pair[0].generate(pair[1], max_new_tokens=30), asked))
+    assert [reply.text for reply in replies] == [plain(prompt, 30) for _, prompt in asked]
+
+
 def test_leaving_a_stream_frees_its_row(llm, plain):
     stream = llm.stream(PROMPT, **LONG)
     first = next(stream)

@@ -345,8 +345,9 @@ def small(shared):
         yield served
 
 
-def test_a_full_queue_says_when_to_come_back_and_leaving_frees_rows(small):
-    worker = small.service.worker
+@pytest.mark.parametrize("free", [0, 1])
+def test_a_full_queue_says_when_to_come_back_and_leaving_frees_rows(small, monkeypatch, free):
+    worker, read = small.service.worker, small.service._prompts
     with (
         small.http() as client,
         client.stream(
@@ -354,7 +355,7 @@ def test_a_full_queue_says_when_to_come_back_and_leaving_frees_rows(small):
             "/v1/completions",
             json={
                 "prompt": "def read",
-                "n": ROWS,
+                "n": ROWS + 1 - free,
                 "temperature": 0,
                 "method": "gate",
                 "max_tokens": 200,
@@ -364,13 +365,18 @@ def test_a_full_queue_says_when_to_come_back_and_leaving_frees_rows(small):
     ):
         lines = answer.iter_lines()  # closing it would be leaving
         next(lines)
+        if not free:
+            monkeypatch.setattr(small.service, "_prompts", None)  # no text is read
         with pytest.raises(openai.RateLimitError) as caught:
-            small.complete(method="gate", n=2)
+            small.complete(method="gate", n=1 + free)
+        monkeypatch.setattr(small.service, "_prompts", read)
         assert caught.value.response.headers["retry-after"] == "1"
         assert caught.value.body["code"] == "rate_limit_exceeded"
     small.gate.open.set()  # the client has left
     wait_until(lambda: worker.n_running == small.service.n_open == 0)
     assert small.complete(method="gate").choices[0].finish_reason == "length"
+    left = f'finished_reason="abort",method="gate",model_name="{small.service.name}"}} {ROWS + 1 - free}.0'
+    assert left in small.http().get("/metrics").text
 
 
 def test_a_request_that_takes_too_long_is_ended(small, monkeypatch):
