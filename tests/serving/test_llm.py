@@ -17,7 +17,7 @@ import pytest
 
 import spectrain
 from spectrain import LLM, load_method, load_target
-from spectrain.decoding import Sampling, Source, generate
+from spectrain.decoding import Engine, Sampling, Source, generate
 from spectrain.errors import UserError
 from spectrain.methods.autoregressive import Autoregressive
 from tests.conftest import TEMPLATE
@@ -135,11 +135,23 @@ def test_threads_share_it(llm, plain):
     assert [reply.text for reply in replies] == [expected[prompt] for prompt in asked]
 
 
-def test_several_share_a_target(target, llm, plain):
+def test_several_take_turns_at_a_target(target, llm, plain, monkeypatch):
+    step, inside, most = Engine.step, [], []
+
+    def watched(engine, **options):
+        inside.append(engine)
+        most.append(len(inside))
+        try:
+            return step(engine, **options)
+        finally:
+            inside.remove(engine)
+
+    monkeypatch.setattr(Engine, "step", watched)
     with LLM(target, "logitspec", batch_size=4) as other, ThreadPoolExecutor(4) as pool:
-        asked = [(one, prompt) for prompt in PROMPTS * 4 for one in (llm, other)]
+        asked = [(one, prompt) for prompt in PROMPTS for one in (llm, other)]
         replies = list(pool.map(lambda pair: pair[0].generate(pair[1], max_new_tokens=30), asked))
     assert [reply.text for reply in replies] == [plain(prompt, 30) for _, prompt in asked]
+    assert max(most) == 1
 
 
 def test_leaving_a_stream_frees_its_row(llm, plain):
