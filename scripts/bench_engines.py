@@ -28,12 +28,12 @@ from compare_checkouts import RESULT, Worker, interval
 Write = Callable[[list[int]], list[int]]  # token ids of a prompt -> those of its continuation
 
 
-def ours(model: str, n_new: int, eos_ids: Sequence[int], methods: Sequence[str]) -> dict[str, Write]:
+def ours(model: str, n_new: int, eos_ids: Sequence[int], methods: Sequence[str], dtype: str) -> dict[str, Write]:
     from spectrain import load_method, load_target
     from spectrain.decoding import generate
 
-    target = load_target(model)
-    drafters = {name: load_method(name, target) for name in methods}
+    target = load_target(model, dtype)
+    drafters = {f"{name}, {dtype}": load_method(name, target) for name in methods}
     return {name: lambda ids, d=one: generate(target, d, [ids], n_new)[0].tokens for name, one in drafters.items()}
 
 
@@ -96,6 +96,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--target", default="smollm2")
     parser.add_argument("--methods", nargs="+", default=["autoregressive", "pld", "spire", "auto"])
+    parser.add_argument("--dtypes", nargs="+", default=["float32"], help="in which ours compute")
     parser.add_argument("--openvino", nargs=2, metavar=("PYTHON", "MODEL"))
     parser.add_argument("--llamacpp", nargs=2, metavar=("PYTHON", "GGUF"))
     parser.add_argument("--prompts", nargs="+", help="files, as bench reads them", default=[None])
@@ -126,13 +127,11 @@ def main() -> None:
     shared = args.new, eos if isinstance(eos, list) else [eos]
     questions = [question for file in args.prompts for question in read_questions(file, args.limit)]
     prompts = [question_ids(tokenizer, question, []) for question in questions]
-    given = {"ours": (sys.executable, args.target), "openvino": args.openvino, "llamacpp": args.llamacpp}
-    environment, workers = os.environ | {"OMP_NUM_THREADS": str(args.threads)}, []
-    for name, (python, model) in ((name, one) for name, one in given.items() if one):
-        more = args.methods if name == "ours" else args.threads
-        workers.append(
-            Worker([python, __file__, "--worker", json.dumps([name, model, *shared, more])], env=environment)
-        )
+    given = [(sys.executable, "ours", args.target, *shared, args.methods, dtype) for dtype in args.dtypes]
+    for name, engine in (("openvino", args.openvino), ("llamacpp", args.llamacpp)):
+        given += [(engine[0], name, engine[1], *shared, args.threads)] if engine else []
+    environment = os.environ | {"OMP_NUM_THREADS": str(args.threads)}
+    workers = [Worker([python, __file__, "--worker", json.dumps(own)], env=environment) for python, *own in given]
     by_setting = {setting: worker for worker in workers for setting in worker.ready}
     found, first = {setting: [] for setting in by_setting}, workers[0].ready[0]
     busy = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(args.busy)]
