@@ -42,7 +42,7 @@ from spectrain.training.strategies import fast_precision
 
 NOT_HASHED = ("out", "fresh", "batch_tokens", "serve", "listen")  # they change no feature, or not beyond rounding
 ROW_TOKENS = 1024  # of a training that is told nothing else
-DEFAULT_LAYERS = 2  # the last ones, as conf/exp/spire.yaml
+DEFAULT_LAYERS = 2  # the last ones, as +exp=spire
 
 
 def main(options: Activations) -> None:

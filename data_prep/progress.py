@@ -3,16 +3,12 @@
 from __future__ import annotations
 
 import contextlib
-import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
 
-from rich.console import Console
 from rich.table import Table
 
-from spectrain.terminal import stage
-
-TABLE_COLUMNS = 100  # where the output is no terminal
+from spectrain.terminal import result_console, stage
 
 Advance = Callable[..., None]  # (units, tokens): so many units are done, in which there were so many tokens
 
@@ -25,7 +21,7 @@ def show_facts(title: str, facts: Mapping[str, str | None]) -> None:
     for name, fact in facts.items():
         if fact is not None:
             table.add_row(name, fact)
-    Console(width=None if sys.stdout.isatty() else TABLE_COLUMNS).print(table)
+    result_console().print(table)
 
 
 def speed(tokens_per_s: float | None) -> str | None:

@@ -17,7 +17,6 @@ if __name__ == "__main__":  # first, so that --help and a wrong option are answe
 
 import dataclasses
 import logging
-import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
@@ -25,7 +24,6 @@ from pathlib import Path
 import torch
 from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig, OmegaConf
-from rich.console import Console
 
 from spectrain.cli import interruptible, open_target
 from spectrain.config import plain
@@ -50,12 +48,10 @@ from spectrain.stores.environment import device_facts, provenance
 from spectrain.stores.folder import MANIFEST, sha256
 from spectrain.stores.overlap import Sample, seen_questions
 from spectrain.stores.prompts import Question, question_ids
-from spectrain.terminal import say_next, stage
+from spectrain.terminal import result_console, say_next, stage
 from spectrain.training.runs import RunFolder
 
 log = logging.getLogger(__name__)
-
-TABLE_COLUMNS = 100  # where the output is no terminal
 
 
 def main(options: Bench) -> None:
@@ -111,7 +107,8 @@ def measure(
                     **(costs_on_gpu(target, drafter, [row for row in own if row.method == name]) if on_gpu else {}),
                 }
     if not any(measured[registry.BASELINE]["questions"] for measured in by_batch.values()):
-        raise UserError(f"no question was answered ({rows[0].error}); see {run.path}/questions.jsonl")
+        why = next(row.error for row in rows if row.method == registry.BASELINE)
+        raise UserError(f"no question was answered ({why}); see {run.path}/questions.jsonl")
     if not target.leads:
         return
     results = known | {
@@ -124,7 +121,7 @@ def measure(
     with stage("writing the report"):
         write_report(run.path / "report.html", results, [dataclasses.asdict(row) for row in rows])
     run.finish(results)
-    console = Console(width=None if sys.stdout.isatty() else TABLE_COLUMNS)
+    console = result_console()
     for part in terminal_tables(results, console.width):
         console.print(part, "")
     console.print(f"{run.path}/results.json, questions.jsonl, report.html", style="dim")

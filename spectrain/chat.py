@@ -16,7 +16,6 @@ if __name__ == "__main__":  # first, so that --help and a wrong option are answe
 import sys
 from collections.abc import Iterator
 from contextlib import suppress
-from difflib import get_close_matches
 from pathlib import Path
 
 from rich.console import Console
@@ -25,7 +24,7 @@ from rich.text import Text
 from spectrain.cli import open_target
 from spectrain.config.commands import Chat
 from spectrain.decoding import Drafter, Sampling, TargetModel
-from spectrain.errors import UserError
+from spectrain.errors import UserError, nearest
 from spectrain.methods.loading import load_method
 from spectrain.methods.registry import build_configured, method_names
 from spectrain.serving.colours import COLOURS, coloured, summary
@@ -135,8 +134,8 @@ class Conversation:
             return True
         name, _, argument = line[1:].partition(" ")
         if name not in COMMANDS:
-            near = get_close_matches(name, COMMANDS, 1)
-            raise UserError(f"/{name} is no command; {f'did you mean /{near[0]}?' if near else '/help lists them'}")
+            hint = nearest(f"/{name}", [f"/{one}" for one in COMMANDS])
+            raise UserError(f"/{name} is no command{hint or '; /help lists them'}")
         if name != "quit":
             getattr(self, name)(argument.strip())
         return name != "quit"

@@ -35,6 +35,7 @@ from omegaconf.errors import MissingMandatoryValue, OmegaConfBaseException
 
 from spectrain import config
 from spectrain.config import COMMANDS, conf_dir, help, papers
+from spectrain.config.fields import flat
 from spectrain.errors import AllRanksError, FinishedRun, LostRankError, UserError, nearest
 from spectrain.stores.files import naming_a_full_disk
 from spectrain.stores.signals import EXIT_CODES, SIGNALS, Terminated
@@ -304,7 +305,7 @@ def option_names(name: str, arguments: list[str]) -> list[str]:
     groups = [a for a in arguments if "=" in a and is_group(a.split("=")[0].lstrip("+"))]
     for chosen in (groups, []):
         with contextlib.suppress(HydraException):  # a sweep over a group, or a group that is wrong, too
-            return list(_dotted(OmegaConf.to_container(composed(name, *chosen))))
+            return [*COMMANDS[name][1], *dict(flat(OmegaConf.to_container(composed(name, *chosen))))]
     return []
 
 
@@ -313,13 +314,6 @@ def composed(name: str, *arguments: str) -> DictConfig:
     config.register()
     with hydra.initialize_config_dir(str(conf_dir()), version_base="1.3"):
         return hydra.compose(name, overrides=expand_shorthands(arguments, name))
-
-
-def _dotted(node: Mapping, prefix: str = "") -> Iterator[str]:
-    for key, value in node.items():
-        yield f"{prefix}{key}"
-        if isinstance(value, Mapping):
-            yield from _dotted(value, f"{prefix}{key}.")
 
 
 def is_mine_to_say(error: UserError) -> bool:

@@ -24,7 +24,6 @@ from spectrain.stores.files import write_json
 from spectrain.stores.locations import BUNDLED
 
 AXES = ("batch", "context_tokens")
-COLUMNS = 100  # where the output is no terminal
 
 
 def main(options: Cost) -> None:
@@ -36,7 +35,7 @@ def main(options: Cost) -> None:
         out.mkdir(parents=True, exist_ok=True)
         write_json(out / "cost.json", content)
         files = f"{out}/cost.json"
-    show([(title, cost_table(content))], COLUMNS, files)
+    show([(title, cost_table(content))], files=files)
 
 
 def prediction(options: dict) -> dict[str, object]:

@@ -61,7 +61,7 @@ def main(options: Doctor) -> None:
 def processor() -> Iterator[Finding]:
     """Cores, threads, instructions, memory, and what other processes do."""
     quota, period = QUOTA.read_text().split() if QUOTA.is_file() else ("max", "1")
-    cores = usable = len(os.sched_getaffinity(0))
+    cores = usable = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     said = f"{cpu_name()}, {cores} of {os.cpu_count()} cores"
     if quota != "max":
         usable = max(1, min(cores, int(quota) // int(period)))
@@ -81,9 +81,8 @@ def processor() -> Iterator[Finding]:
     wrong = "what is timed now is too slow, and a table of seconds that is made now stays wrong; wait for their end"
     said = f"take {share:.0%} of the processor's time now, load {os.getloadavg()[0]:.1f}"
     yield "other processes", said, wrong if is_disturbed(share) else ""
-    if (memory := host_memory()) is not None:
-        total, free = memory
-        yield "memory", f"{size(free)} of {size(total)} are free", "end other programs" if free < LITTLE_BYTES else ""
+    total, free = host_memory()
+    yield "memory", f"{size(free)} of {size(total)} are free", "end other programs" if free < LITTLE_BYTES else ""
 
 
 def gpus() -> Iterator[Finding]:

@@ -18,14 +18,12 @@ import gc
 import math
 import random
 import shlex
-import sys
 import time
 from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
 
 import hydra
-from rich.console import Console
 
 from spectrain.cli import expand_shorthands, open_target
 from spectrain.config import TYPED_COMMAND, options_of, plain
@@ -45,13 +43,12 @@ from spectrain.methods.options import names
 from spectrain.stores.environment import OtherWork, device_facts, is_disturbed, provenance
 from spectrain.stores.files import json_line
 from spectrain.stores.prompts import Question, question_ids
-from spectrain.terminal import PROMPTS, say_next, stage
+from spectrain.terminal import PROMPTS, result_console, say_next, stage
 
 LARGER_BATCH = {"cpu": 4, "cuda": 16}  # by default; on two cores batches of eight gain nothing (docs/benchmarks.md)
 LARGER_SHARE = 0.5  # of the time that a setting of batch 1 gets
 MOST_PROMPTS = 200  # that are read of a file
 SHOWN = 3  # methods of each setting
-COLUMNS = 100  # where the output is no terminal
 
 
 def main(options: Recommend) -> None:
@@ -143,8 +140,8 @@ def advice(settings: Sequence[Mapping], minutes: float) -> str:
 def gain_of_drafters(setting: Mapping, trained: Sequence[str]) -> str:
     """Say what the trained drafters gain in a setting."""
     speeds = {name: one["speed"] for name, one in setting["methods"].items() if name != AUTO}
-    if not speeds.keys() & trained:
-        return "there is a trained drafter for this target, but no time was left to measure it"
+    if not speeds.keys() & trained or not speeds.keys() - trained:
+        return "there is a trained drafter for this target, but no time was left to compare it"
     best, other = (max(some, key=speeds.get) for some in (speeds.keys() & trained, speeds.keys() - trained))
     says = f"with its trained drafter {best} is {speeds[best] / speeds[other]:.2f} times as fast as {other}"
     return f"{says}, the fastest method without one ({setting['setting']})"
@@ -184,7 +181,7 @@ def show(content: Mapping) -> None:
                     "more memory": size(method["memory_bytes"]),
                 }
             )
-    console = Console(width=None if sys.stdout.isatty() else COLUMNS, highlight=False)
+    console = result_console(highlight=False)
     if rows:
         console.print(for_terminal(table_of(rows), [*notes.values()]), "")
     said = [content["advice"], content["drafter"]]

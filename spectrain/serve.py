@@ -57,8 +57,6 @@ def main(options: Serve) -> None:
             stack.enter_context(locked(Path(options.log_responses)))
         log.info("loading %s", options.target.path)
         target = open_target(options.target, all_ranks=True)
-        if target.tokenizer is None:
-            raise UserError(f"target={options.target.path} has no tokenizer; give a folder with one")
         if target.tokenizer.chat_template is None:
             log.warning("the target has no chat template: a conversation is one text to it")
         names = options.methods if isinstance(options.methods, list) else [options.methods]
@@ -72,7 +70,7 @@ def main(options: Serve) -> None:
         stack.callback(worker.close)  # not before: an interrupted warm-up may time the machine for a while
         sampling = Sampling(**vars(options.sampling))
         name = options.name or Path(options.target.path).name
-        service = Service(worker, target, name, list(methods), sampling, limits, traffic)
+        service = Service(worker, target, name, sampling, limits, traffic)
         listen(listener, options.port)
         address = "http://{}:{}".format(f"[{options.host}]" if ":" in options.host else options.host, port_of(listener))
         print(

@@ -7,7 +7,7 @@
     say_next("generate", {"method": "spire", "drafter": out, "prompt": PROMPTS[is_chat]})
 
 On a terminal a stage is a line on stderr, which goes away with the stage; stages may lie within each other. Elsewhere
-it is one line in the log, after two seconds, and where its end is known another one every quarter of a minute. A
+it is one line in the log, after two seconds, and another one every quarter of a minute while it goes on. A
 process that does not log (another rank, a library in somebody's program) shows nothing.
 """
 
@@ -94,6 +94,11 @@ def stage(what: str, total: float | None = None, shown: bool = True) -> Iterator
         timer.cancel()
         lines.remove_task(task)
         _lines.reset(token)
+
+
+def result_console(columns: int = 100, **options: object) -> Console:
+    """Where results are printed, `columns` wide where the output is no terminal."""
+    return Console(width=None if sys.stdout.isatty() else columns, **options)
 
 
 def say_next(command: str, options: Mapping[str, object]) -> None:

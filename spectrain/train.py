@@ -9,7 +9,7 @@
 
 The same command resumes an interrupted run. Any option is an override: `k=6 window_tokens=128 target=<folder>`.
 
-Each conf/exp/<kind>.yaml names its `Experiment`, a class in spectrain/training/<kind>.py. From there to the loss:
+Each +exp=<kind> has its `Experiment`, a class in spectrain/training/<kind>.py. From there to the loss:
 main -> train -> fit -> Trainer.fit -> training_step -> rollout -> drafter_loss.
 """
 
@@ -109,7 +109,7 @@ def train(options: Train, run: RunFolder) -> None:
     if not trainer.is_global_zero:
         return
     if "tau" in result:
-        show([tau_table(result), speed_table(result)], columns=100)
+        show([tau_table(result), speed_table(result)])
         if line := expected_and_measured(metrics, result["tau"][measurement.method]):
             Console().print(line, highlight=False)
     finish(options, trainer, Export(experiment, weights, result), parts)
@@ -131,10 +131,10 @@ def show_plan(config: dict) -> None:
         log.info("%s", plan.sentence(machine))
         return
     check_row_tokens(config["data"]["row_tokens"], meta_target(config["target"]))
-    show([("memory of one rank", memory_table(plan, machine))], columns=100)
+    show([("memory of one rank", memory_table(plan, machine))])
     Console().print(f"{plan.sentence(machine)}\n", highlight=False)
     if config["kind"] == "spire":
-        show([("speedup to expect, and draft length", depth_table(config, machine.peaks))], columns=100)
+        show([("speedup to expect, and draft length", depth_table(config, machine.peaks))])
 
 
 class Measurement:
@@ -190,7 +190,7 @@ def finish(options: Train, trainer: Trainer, export: Export, parts: Parts) -> No
         labels = (
             f"acceptance head, labels of {run.source['rows'][0]} warped for {parts.module.facts.sampling.describe()}"
         )
-        show([(labels, head_table(result["metrics"]))], columns=100, files=f"{run.path}/calibration.png")
+        show([(labels, head_table(result["metrics"]))], files=f"{run.path}/calibration.png")
     if kind.method is None:
         say_next("train", {"+exp": "spire", "target": out})
     else:

@@ -213,19 +213,15 @@ def words(one: dataclasses.Field, hint: Any) -> str:
     limits, kinds = one.metadata, typing.get_args(hint) or (hint,)
     if limits.get("several"):
         return "a name or a list of names"
-    if typing.get_origin(hint) is list or any(typing.get_origin(kind) is list for kind in kinds):
-        (inner,) = typing.get_args(hint if typing.get_origin(hint) is list else kinds[0])
-        kinds = (inner,)
-        start = "a list, with each value "
-    else:
-        start = ""
+    start, lists = "", [kind for kind in (hint, *kinds) if typing.get_origin(kind) is list]
+    if lists:
+        start, kinds = "a list, with each value ", typing.get_args(lists[0])
     if any(dataclasses.is_dataclass(kind) or typing.get_origin(kind) is dict for kind in (hint, *kinds)):
         return "a group of options"
     said = []
     for kind in kinds:
         if kind is str and "one_of" in limits:
-            said.append(", ".join(limits["one_of"]) if len(kinds) == 1 else " or ".join(limits["one_of"]))
-            said[-1] = f"one of {said[-1]}" if len(kinds) == 1 else said[-1]
+            said.append(f"one of {', '.join(limits['one_of'])}" if len(kinds) == 1 else " or ".join(limits["one_of"]))
         elif kind in (int, float):
             said.append(WORDS[kind] + _range(limits))
         else:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import ast
 import re
 from collections.abc import Sequence
-from itertools import chain
 from pathlib import Path
 
 from omegaconf import OmegaConf
@@ -33,9 +32,8 @@ Row = tuple[str, str]  # what is typed, and what it means
 def show_commands() -> None:
     """Print each command with what it does, grouped by what users want."""
     print("spectrain COMMAND name=value ...\n\nspectrain COMMAND --help lists the options of a command.")
-    others = [name for name in COMMANDS if name not in chain.from_iterable(PURPOSES.values())]
-    for purpose, names in {**PURPOSES, "other commands": others}.items():
-        _show(purpose, [(name, about(COMMANDS[name][0])) for name in names if name in COMMANDS], 13)
+    for purpose, names in PURPOSES.items():
+        _show(purpose, [(name, about(COMMANDS[name][0])) for name in names], 13)
 
 
 def show_options(name: str, arguments: Sequence[str]) -> None:

@@ -6,7 +6,6 @@ Rows are dense: 0..n-1 are active. `free(row)` moves the last row into the freed
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -14,9 +13,7 @@ from torch import Tensor
 from spectrain.decoding.noise import SharedNoise
 from spectrain.decoding.sampling import RowSampling, Sampling, Uniforms, argmax, sampling_of
 from spectrain.decoding.transfer import to_device, without
-
-if TYPE_CHECKING:
-    from spectrain.decoding.verify import Verified
+from spectrain.decoding.verify import Verified
 
 
 class Context:
@@ -28,14 +25,13 @@ class Context:
 
     def __init__(
         self,
-        sampling: Sampling | Sequence[Sampling],
+        sampling: Sampling,
         device: torch.device | str = "cpu",
         max_rows: int = 1,
         stop_ids: Collection[int] = (),
     ):
-        every = [sampling] if isinstance(sampling, Sampling) else sampling  # of all rows that may come
-        self._default, self._samplings = every[0], []
-        self._sampling: Sampling | RowSampling = every[0]
+        self._default, self._samplings = sampling, []
+        self._sampling: Sampling | RowSampling = sampling
         self.device = torch.device(device)
         self._stop_ids = frozenset(stop_ids)
         self.stop_ids = to_device(torch.tensor(sorted(stop_ids), dtype=torch.int64), self.device)  # [E] end a text
@@ -43,7 +39,7 @@ class Context:
         self.n_tokens: list[int] = []  # tokens of each row: prompt and output, the root (the last one) included
         self.room: list[int] = []  # tokens that each row may still emit; a draft deeper than room - 1 is wasted
         # On the device. The root of row b stands at position lengths[b] - 1.
-        self.uniforms = (SharedNoise if any(one.shares_noise for one in every) else Uniforms)(device=self.device)
+        self.uniforms = (SharedNoise if sampling.shares_noise else Uniforms)(device=self.device)
         self.lengths = torch.empty(0, dtype=torch.int64, device=self.device)  # [n] n_tokens
         self.roots = torch.empty(0, dtype=torch.int64, device=self.device)  # [n]
         self._last_logits: Tensor | Callable[[], Tensor] = torch.empty(0, 0, device=self.device)

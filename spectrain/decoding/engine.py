@@ -13,22 +13,20 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Generator, Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
 
 import torch
 
 from spectrain.decoding.context import Context
+from spectrain.decoding.drafter import Drafter
 from spectrain.decoding.generation import Clock, Ending, Generation
 from spectrain.decoding.kv_cache import KVCache, States
 from spectrain.decoding.loop import Batch, Emitted, Row
 from spectrain.decoding.memory import is_out_of_memory, out_of_memory_advice
 from spectrain.decoding.prefixes import Prefixes
+from spectrain.decoding.rehearsal import rehearse
 from spectrain.decoding.sampling import Sampling, row_generator
 from spectrain.decoding.target import TargetModel, TargetOutput, unread_parts
 from spectrain.errors import UserError, check_whole
-
-if TYPE_CHECKING:
-    from spectrain.decoding.drafter import Drafter
 
 MOST_NODES = 128  # of a step, for which the cache has room behind the text from the start
 PIECE = {"cpu": 128, "cuda": 1024}  # tokens of a long prompt that are read between two steps of other rows
@@ -232,18 +230,13 @@ class Engine:
             self._cache = target.new_cache(self.batch_size, self.cache_block_tokens, self.max_length + MOST_NODES)
         self._cache.clear()
         stop_ids = [token for token in self._ending.stop_ids if 0 <= token < target.vocab_size]
-
-        def batch_of(drafter: Drafter, context: Context) -> Batch:
-            return Batch(target, drafter, self._cache, context, self.verification, Clock(target.device))
-
         if rehearses and target.graphs is not None:
-            from spectrain.decoding.rehearsal import rehearse  # here: it imports drafters, which import this module
-
-            rehearse(target, self.drafter, self._cache, self._waiting[0].sampling, stop_ids, batch_of)
+            rehearse(target, self.drafter, self._cache, self._waiting[0].sampling, stop_ids, self.verification)
         context = Context(Sampling(temperature=1.0, draws=self.draws), target.device, self.batch_size, stop_ids)
         with torch.inference_mode():
             self.drafter.start(target, self._cache)
-        self._batch = replace(batch_of(self.drafter, context), prefixes=self.prefixes)
+        clock = Clock(target.device)
+        self._batch = Batch(target, self.drafter, self._cache, context, self.verification, clock, self.prefixes)
 
     def _admit(self) -> None:
         """Take as many waiting requests as there are rows and memory for, and begin to read their prompts."""
@@ -374,7 +367,7 @@ def generate(
     drafter: Drafter,
     prompts: Sequence[Sequence[int]],
     max_new_tokens: int,
-    sampling: Sampling | Sequence[Sampling] | None = None,
+    sampling: Sampling | None = None,
     **options,
 ) -> list[Generation]:
     """Continue each prompt. Arguments and errors are those of `stream`; the generations are in the prompts' order."""
@@ -388,11 +381,11 @@ def stream(
     drafter: Drafter,
     prompts: Sequence[Sequence[int]],
     max_new_tokens: int,
-    sampling: Sampling | Sequence[Sampling] | None = None,
+    sampling: Sampling | None = None,
     *,
     seed: int = 0,
     prompt_numbers: Sequence[int] | None = None,
-    batch_size: int | None = 1,
+    batch_size: int = 1,
     stop_token_ids: Sequence[int] | None = None,
     stop: Sequence[str] = (),
     verification: str = "block",
@@ -407,12 +400,12 @@ def stream(
         drafter: the method.
         prompts: token ids; prompt i is request i of what is yielded.
         max_new_tokens: maximum length of a continuation.
-        sampling: one for all prompts, or one for each, of which all have the same `draws`; None: greedy.
+        sampling: how tokens are chosen; None: greedy.
         seed: prompt i draws from a generator seeded by (seed, i), so its sample is the same in any batch, unless how
             many tokens are drawn from a draft model depends on the batch (max_nodes=auto). With `draws=shared` it is
             the same with any drafter.
         prompt_numbers: the numbers i; None: 0, 1, ...
-        batch_size: rows decoded together; None: all prompts.
+        batch_size: rows decoded together.
         stop_token_ids: tokens that end a text; None: the target's EOS ids, (): none.
         stop: a text ends with the token that completes one of these strings; needs the target's tokenizer.
         verification: "block" or "token": how drafts that were drawn from a q are verified; see `verify`.
@@ -426,38 +419,26 @@ def stream(
             does not fit in memory.
     """
     check_whole("max_new_tokens", max_new_tokens, 1)
-    batch_size = max(1, len(prompts)) if batch_size is None else batch_size
     check_whole("batch_size", batch_size, 1)
     for index, prompt in enumerate(prompts):
         check_prompt(target, prompt, max_new_tokens, f"prompt {index}")
     if not prompts:
         return
-    samplings = [one.drawn_by(drafter) for one in _samplings(sampling, len(prompts))]
+    sampling = (sampling or Sampling()).drawn_by(drafter)
     longest = max(map(len, prompts)) + max_new_tokens
-    options = {"stop_token_ids": stop_token_ids, "verification": verification, "draws": samplings[0].draws}
+    options = {"stop_token_ids": stop_token_ids, "verification": verification, "draws": sampling.draws}
     options |= {"reads_in_pieces": False, "cache_block_tokens": cache_block_tokens, "max_length": longest}
     engine = Engine(target, drafter, min(batch_size, len(prompts)), **options)
-    for number, prompt, own in zip(prompt_numbers or range(len(prompts)), prompts, samplings, strict=True):
-        engine.submit(Request(prompt, max_new_tokens, own, seed, number, tuple(stop)))
+    for number, prompt in zip(prompt_numbers or range(len(prompts)), prompts, strict=True):
+        engine.submit(Request(prompt, max_new_tokens, sampling, seed, number, tuple(stop)))
     try:
         while engine.has_work:
-            for emitted in engine.step(rehearses=len(set(samplings)) == 1):
+            for emitted in engine.step(rehearses=True):
                 if emitted.error is not None:
                     raise UserError(emitted.error)
                 yield emitted
     finally:
         engine.close()
-
-
-def _samplings(sampling: Sampling | Sequence[Sampling] | None, n_prompts: int) -> list[Sampling]:
-    """Return the sampling of each prompt."""
-    if sampling is None or isinstance(sampling, Sampling):
-        return [sampling or Sampling()] * n_prompts
-    if len(sampling) != n_prompts:
-        raise UserError(f"{len(sampling)} samplings were given for {n_prompts} prompts; give one for each, or one")
-    if len({one.draws for one in sampling}) > 1:
-        raise UserError("the prompts of a batch differ in sampling.draws; give all of them the same")
-    return list(sampling)
 
 
 def check_prompt(target: TargetModel, prompt: Sequence[int], max_new_tokens: int, name: str = "the prompt") -> None:

@@ -9,12 +9,12 @@ import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from spectrain.decoding.context import Context
+from spectrain.decoding.drafter import Drafter
 from spectrain.decoding.generation import Clock, Ending, Generation
 from spectrain.decoding.kv_cache import KVCache
 from spectrain.decoding.memory import is_out_of_memory
@@ -24,9 +24,6 @@ from spectrain.decoding.target import TargetModel, TargetOutput
 from spectrain.decoding.transfer import to_device
 from spectrain.decoding.tree import DraftTree, Source
 from spectrain.decoding.verify import Verified, verify
-
-if TYPE_CHECKING:
-    from spectrain.decoding.drafter import Drafter
 
 PROBE = 1 << 16  # is added to the parents of probes
 

@@ -23,9 +23,6 @@ class Prefixes:
         self.max_bytes, self.bytes = max_bytes, 0
         self._texts: OrderedDict[bytes, tuple[np.ndarray, States]] = OrderedDict()  # the last one was used last
 
-    def __len__(self) -> int:
-        return len(self._texts)
-
     def longest(self, tokens: Sequence[int]) -> tuple[States, int] | None:
         """Return the states of the text that shares most tokens with the beginning of `tokens`, and how many.
 

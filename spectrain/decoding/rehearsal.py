@@ -12,7 +12,7 @@ from torch import Tensor
 
 from spectrain.decoding.context import Context
 from spectrain.decoding.drafter import Drafter
-from spectrain.decoding.generation import Ending
+from spectrain.decoding.generation import Clock, Ending
 from spectrain.decoding.kv_cache import KVCache
 from spectrain.decoding.loop import Batch, Row
 from spectrain.decoding.sampling import Sampling, row_generator
@@ -34,7 +34,7 @@ def rehearse(
     cache: KVCache,
     sampling: Sampling,
     stop_ids: Collection[int],
-    batch_of: Callable[[Drafter, Context], Batch],
+    verification: str,
 ) -> None:
     """Record what generations in this cache may need, unless it has been.
 
@@ -53,7 +53,8 @@ def rehearse(
                 drafter.start(target, cache)
             for way in drafter.rehearsals():
                 context = Context(sampling, target.device, size, stop_ids)
-                batch = batch_of(_Rehearsal(drafter, way), context)
+                rehearsal, clock = _Rehearsal(drafter, way), Clock(target.device)
+                batch = Batch(target, rehearsal, cache, context, verification, clock)
                 rows = [Row(number, prompt, room, sampling, row_generator(0, number), never) for number in range(size)]
                 with torch.inference_mode():
                     lengths = torch.tensor([PROMPT] * size, device=target.device)

@@ -5,15 +5,13 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from numbers import Integral
 
 from transformers import PreTrainedTokenizerBase
 
 from spectrain.decoding.generation import Generation
+from spectrain.decoding.loop import TokenLogprobs
 from spectrain.errors import UserError
-
-if TYPE_CHECKING:
-    from spectrain.decoding.loop import TokenLogprobs
 
 CONTEXT_TOKENS = 4  # tokens before a piece that are decoded with it
 BYTE = re.compile("<0x[0-9A-F]{2}>")  # a token for a byte, in tokenizers that have them for unknown characters only
@@ -64,6 +62,11 @@ class Reply:
 
     def __str__(self) -> str:
         return self.text
+
+
+def is_one(prompt: Prompt | Sequence[Prompt]) -> bool:
+    """Return whether this is one prompt, and no list of them."""
+    return isinstance(prompt, str) or (len(prompt) > 0 and isinstance(prompt[0], Mapping | Integral))
 
 
 def prompt_ids(tokenizer: PreTrainedTokenizerBase, prompt: Prompt) -> list[int]:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import gc
 import logging
-import os
 import sys
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -16,6 +15,7 @@ from functools import partial
 from itertools import pairwise
 from pathlib import Path
 
+import psutil
 import torch
 
 from spectrain.decoding import Generation, TargetModel
@@ -178,7 +178,4 @@ def preparations(target: TargetModel) -> int:
 
 def resident_bytes() -> int:
     """Return what the process holds now, on the CPU, where a peak cannot be set back."""
-    try:
-        return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
-    except OSError:
-        return 0
+    return psutil.Process().memory_info().rss

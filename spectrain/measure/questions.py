@@ -9,7 +9,6 @@ from dataclasses import asdict
 from pathlib import Path
 
 from spectrain.config import conf_dir
-from spectrain.errors import check_whole
 from spectrain.stores.prompts import Question, read_prompts
 from spectrain.stores.texts import STDLIB_HELD_OUT, is_held_out, read_documents
 
@@ -27,8 +26,6 @@ def read_questions(prompts: str | None, limit: int | None) -> list[Question]:
         prompts = str(conf_dir() / "questions" / f"{prompts}.jsonl")
     if prompts is not None:
         return read_prompts(prompts, limit)
-    if limit is not None:
-        check_whole("limit", limit, 1)
     documents = [d for d in read_documents(None) if is_held_out(d.id, STDLIB_HELD_OUT)]
     long_enough = [d for d in documents if len(d.text) > 2 * STDLIB_CHARACTERS]
     chosen = long_enough[: limit or STDLIB_QUESTIONS]

@@ -19,7 +19,7 @@ from spectrain.measure.benchmark import Benchmark
 from spectrain.measure.results import QuestionRow, summarise
 from spectrain.methods.auto import METHODS
 from spectrain.methods.registry import BASELINE
-from spectrain.stores.environment import host_memory
+from spectrain.stores.environment import free_memory
 
 AUTO = "auto"
 KEPT = (BASELINE, AUTO)  # to the end: what others are compared with, and the answer where they cannot be distinguished
@@ -132,10 +132,5 @@ class Halving:
 
 def rows_that_fit(target: TargetModel, row_tokens: int, wanted: int) -> int:
     """Return how many rows of so many tokens the free memory holds: at most `wanted`, at least 1."""
-    if target.device.type == "cuda":
-        free, _ = torch.cuda.mem_get_info(target.device)
-    elif (memory := host_memory()) is not None:
-        _, free = memory
-    else:
-        return wanted
-    return max(1, min(wanted, int(SHARE_OF_FREE_MEMORY * free / (row_tokens * target.token_bytes))))
+    free = SHARE_OF_FREE_MEMORY * free_memory(target.device)
+    return max(1, min(wanted, int(free / (row_tokens * target.token_bytes))))

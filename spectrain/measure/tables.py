@@ -1,4 +1,4 @@
-"""Tables of results for the terminal, Markdown and the report page, and how numbers are written in them.
+"""Tables of results for the terminal and the report page, and how numbers are written in them.
 
 Every table is a DataFrame of text. Functions take the content of JSON files; what is missing, null or not finite there
 is a dash. An estimate is {"value", "low", "high"}, with the bounds of its 95 % interval.
@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import math
 import re
-import sys
 from collections.abc import Iterable, Mapping, Sequence
 
 from pandas import DataFrame
@@ -22,6 +21,7 @@ from spectrain.measure.plan import Machine, Plan
 from spectrain.measure.results import CONTEXTS, DID_NOT_DRAFT, LONGER
 from spectrain.methods.registry import BASELINE
 from spectrain.stores.environment import is_disturbed
+from spectrain.terminal import result_console
 
 MISSING = "–"
 NUMBER = re.compile(rf"[-+]?[\d.]|{MISSING}|did not|$")  # how a cell begins that is no word
@@ -46,9 +46,9 @@ def number(value: object) -> float | None:
     return float(value) if isinstance(value, int | float) and math.isfinite(value) else None
 
 
-def fixed(value: object, digits: int, sign: str = "") -> str:
+def fixed(value: object, digits: int) -> str:
     value = number(value)
-    return MISSING if value is None else f"{value:{sign},.{digits}f}"
+    return MISSING if value is None else f"{value:,.{digits}f}"
 
 
 def percent(value: object, digits: int = 1) -> str:
@@ -70,19 +70,19 @@ def estimate_of(one: Mapping, measure: str) -> dict:
     return {"value": one.get(measure), "low": low, "high": high}
 
 
-def interval(one: Mapping | None, digits: int, sign: str = "") -> str:
+def interval(one: Mapping | None, digits: int) -> str:
     """Write an estimate as "2.50 [2.40, 2.61]"; only the value where the interval is unknown."""
     value, *bounds = (number((one or {}).get(key)) for key in ("value", "low", "high"))
-    text = fixed(value, digits, sign)
+    text = fixed(value, digits)
     if value is None or None in bounds:
         return text
-    return f"{text} [{', '.join(fixed(bound, digits, sign) for bound in bounds)}]"
+    return f"{text} [{', '.join(fixed(bound, digits) for bound in bounds)}]"
 
 
-def plus_minus(one: Mapping | None, digits: int, sign: str = "") -> str:
+def plus_minus(one: Mapping | None, digits: int) -> str:
     """Write an estimate as "2.50 ± 0.10", half the width of its interval."""
     value, low, high = (number((one or {}).get(key)) for key in ("value", "low", "high"))
-    text = fixed(value, digits, sign)
+    text = fixed(value, digits)
     return text if None in (value, low, high) else f"{text} ± {(high - low) / 2:.{digits}f}"
 
 
@@ -110,14 +110,9 @@ def for_terminal(frame: DataFrame, notes: Sequence[str] = (), dim: str | None = 
     return table
 
 
-def as_markdown(frame: DataFrame) -> str:
-    lines = [list(frame), ["---"] * len(frame.columns), *frame.itertuples(index=False)]
-    return "".join(f"| {' | '.join(map(str, line))} |\n" for line in lines)
-
-
-def show(parts: Iterable[tuple[str, DataFrame]], columns: int, files: str = "") -> None:
+def show(parts: Iterable[tuple[str, DataFrame]], columns: int = 100, files: str = "") -> None:
     """Print titles and tables, `columns` wide where the output is no terminal; then which files were written."""
-    console = Console(width=None if sys.stdout.isatty() else columns)
+    console = result_console(columns)
     for title, frame in parts:
         console.print(title, highlight=False, markup=False, soft_wrap=True)
         console.print(for_terminal(frame), "")

@@ -10,7 +10,6 @@ from __future__ import annotations
 import inspect
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from difflib import get_close_matches
 from types import ModuleType, UnionType
 from typing import Annotated, Literal, Union, get_args, get_origin, get_type_hints
 
@@ -18,7 +17,7 @@ import hydra
 from omegaconf import ListConfig, OmegaConf
 
 from spectrain.config.fields import WORDS, shown
-from spectrain.errors import UserError, is_in, is_whole
+from spectrain.errors import UserError, is_in, is_whole, nearest
 
 Whole = Annotated[int, 1]
 Share = Annotated[float, "(0, 1)"]
@@ -70,9 +69,8 @@ def check_options(build: Callable, options: Mapping, method: str, where: str = "
     types = option_types(build)
     for name, value in options.items():
         if name not in types:
-            near = get_close_matches(name, types, 1)
-            hint = f"did you mean {near[0]}?" if near else f"its options are {', '.join(types) or 'none'}"
-            raise UserError(f"{where}{name} is not an option of {method}; {hint}")
+            hint = nearest(name, types) or f"; its options are {', '.join(types) or 'none'}"
+            raise UserError(f"{where}{name} is not an option of {method}{hint}")
         kinds = _members(types[name])
         if not any(_fits(value, kind) for kind in kinds):
             raise UserError(f"{where}{name}={shown(value)} must be {', or '.join(map(_words, kinds))}")

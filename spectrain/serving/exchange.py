@@ -106,8 +106,6 @@ class Exchange(Response):
             if got is None:
                 raise Gone
             choice, step = got
-            if choice.generation is not None:
-                continue  # it was cancelled behind its stop string
             if step.error is not None:
                 log.warning("a request failed: %s", step.error)
                 raise ApiError(500, "the model failed at this request; the server's log says why")

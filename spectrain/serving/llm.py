@@ -13,23 +13,19 @@ import weakref
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from numbers import Integral
 from pathlib import Path
 from queue import SimpleQueue
-from typing import TYPE_CHECKING, TypedDict, TypeVar, overload
+from typing import TypedDict, TypeVar, Unpack, overload
 
 import torch
 
 from spectrain.decoding import Drafter, Emitted, Request, Sampling, TargetModel, load_target
-from spectrain.decoding.text import Pieces, Prompt, Reply, chat_ids, prompt_ids
+from spectrain.decoding.text import Pieces, Prompt, Reply, chat_ids, is_one, prompt_ids
 from spectrain.decoding.tree import Source
 from spectrain.errors import UserError, check_whole
 from spectrain.methods.loading import load_method
 from spectrain.models.packages import dtype_of, target_path
-from spectrain.serving.worker import open_worker
-
-if TYPE_CHECKING:
-    from typing import Unpack
+from spectrain.serving.worker import Ticket, open_worker
 
 NEW_TOKENS = 512  # of a continuation, where max_new_tokens is not given
 S = TypeVar("S", bound="_Continuation")
@@ -57,10 +53,12 @@ class Piece(str):
 class _Continuation:
     """A request, and what has come of it so far. One that nobody waits for any more is cancelled."""
 
+    reply: Reply | None = None  # the whole, once it has ended
+    _ticket: Ticket | None = None
+
     def __init__(self, llm: LLM, request: Request, deliver: Callable[[Emitted], None]) -> None:
-        self.reply: Reply | None = None  # the whole, once it has ended
         self._ready: deque[Piece] = deque()
-        self._text, self._logprobs, self._ticket = "", [], None
+        self._text, self._logprobs = "", []
         self._error: str | None = None  # why it failed
         self._pieces = Pieces(llm.target.tokenizer, llm.target.eos_ids, request.stop)
         self._llm = llm  # which closes when it is forgotten
@@ -282,8 +280,3 @@ class LLM:
         check_whole("logprobs", logprobs or 0, 0)
         most = max(1, min(NEW_TOKENS, self.max_length - len(ids))) if max_new_tokens is None else max_new_tokens
         return Request(ids, most, Sampling.from_options(sampling), seed, number, stop, logprobs)
-
-
-def is_one(prompt: Prompt | Sequence[Prompt]) -> bool:
-    """Return whether this is one prompt, and no list of them."""
-    return isinstance(prompt, str) or (len(prompt) > 0 and isinstance(prompt[0], Mapping | Integral))

@@ -5,7 +5,6 @@ Fields that are not known are refused by name, as are those of `NEUTRAL` with a 
 
 from __future__ import annotations
 
-import difflib
 import time
 import uuid
 from collections.abc import Sequence
@@ -17,6 +16,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_valida
 from pydantic_core import PydanticCustomError, to_json
 
 from spectrain.decoding import Sampling
+from spectrain.errors import nearest
 
 MOST_CHOICES = 128  # prompts times n of a request
 MOST_STOPS = 4
@@ -132,9 +132,8 @@ class Fields(Model):
         for name in [name for name in values if name not in cls.model_fields]:
             if name not in NEUTRAL:
                 name = name[:SHOWN_CHARACTERS]
-                near = difflib.get_close_matches(name, cls.model_fields, n=1)
-                advice = f"did you mean {near[0]}?" if near else "leave it out"
-                raise PydanticCustomError("unknown", f"unknown field: {{name}}; {advice}", {"name": name})
+                advice = nearest(name, cls.model_fields) or "; leave it out"
+                raise PydanticCustomError("unknown", f"unknown field: {{name}}{advice}", {"name": name})
             if values.pop(name) not in NEUTRAL[name]:
                 raise PydanticCustomError("unsupported", "{name} is not supported; leave it out", {"name": name})
         return values

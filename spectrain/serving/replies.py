@@ -6,15 +6,12 @@ import json
 import re
 import uuid
 from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING
 
 from transformers import PreTrainedTokenizerBase
 
 from spectrain.decoding import Generation
+from spectrain.decoding.loop import TokenLogprobs
 from spectrain.decoding.text import Pieces
-
-if TYPE_CHECKING:
-    from spectrain.decoding.loop import TokenLogprobs
 
 OPENER = "<tool_call>"
 TOOL_CALL = re.compile(rf"{OPENER}\s*(\{{.*?\}})\s*</tool_call>\s*", re.DOTALL)

@@ -11,7 +11,6 @@ import json
 import logging
 import secrets
 import time
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -25,7 +24,7 @@ from starlette.requests import ClientDisconnect
 from starlette.requests import Request as HttpRequest
 
 from spectrain.decoding import Generation, Request, Sampling, TargetModel
-from spectrain.decoding.text import chat_ids
+from spectrain.decoding.text import chat_ids, is_one, prompt_ids
 from spectrain.errors import UserError
 from spectrain.serving.access import Access, Guard, refusal
 from spectrain.serving.exchange import Exchange
@@ -67,7 +66,6 @@ class Service:
     worker: Worker
     target: TargetModel
     name: str  # of the target, for clients
-    methods: Sequence[str]
     sampling: Sampling  # for what a request does not say
     limits: Limits
     traffic: TrafficLog | None = None
@@ -93,7 +91,7 @@ class Service:
 
     async def models(self, request: HttpRequest) -> Response:
         model = {"id": self.name, "object": "model", "created": self.created, "owned_by": "spectrain"}
-        own = {"max_model_len": self.max_length, "methods": list(self.methods)}
+        own = {"max_model_len": self.max_length, "methods": self.worker.methods}
         return JSONResponse({"object": "list", "data": [model | own]})
 
     async def answer(self, request: HttpRequest, kind: type[Fields]) -> Response:
@@ -101,9 +99,9 @@ class Service:
         fields = parsed(kind, await self._body(request))
         if fields.model not in (None, self.name):
             raise ApiError(404, f"this server has the model {self.name} only", "model", "model_not_found")
-        method = fields.method or self.methods[0]
-        if method not in self.methods:
-            raise ApiError(400, f"method must be one of {', '.join(self.methods)}", "method")
+        method, methods = fields.method or self.worker.methods[0], self.worker.methods
+        if method not in methods:
+            raise ApiError(400, f"method must be one of {', '.join(methods)}", "method")
         most = self.limits.max_waiting + self.worker.engines[method].batch_size
         self._check_room(1, most)  # before its text is read
         try:
@@ -148,13 +146,9 @@ class Service:
             if tokenizer.chat_template is not None:
                 return [chat_ids(tokenizer, messages, fields.offered)]
             texts = ["\n".join(message["content"] for message in messages)]  # as `conversation_ids` does
-        elif isinstance(fields.prompt, str):
-            texts = [fields.prompt]
         else:
-            texts = fields.prompt if isinstance(fields.prompt[0], list) else [fields.prompt]
-            if isinstance(fields.prompt[0], str):
-                texts = fields.prompt
-        return [list(tokenizer(text)["input_ids"]) if isinstance(text, str) else text for text in texts]
+            texts = [fields.prompt] if is_one(fields.prompt) else fields.prompt
+        return [prompt_ids(tokenizer, text) for text in texts]
 
     def _requests(self, fields: Fields, prompts: list[list[int]]) -> list[Request]:
         """Return what the engine is asked: n choices of each prompt."""

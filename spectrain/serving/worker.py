@@ -9,18 +9,17 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
-
-import torch
+from queue import SimpleQueue
 
 from spectrain.decoding import Drafter, Emitted, Engine, Prefixes, Request, Sampling, TargetModel
 from spectrain.errors import UserError
-from spectrain.stores.environment import host_memory
+from spectrain.stores.environment import free_memory
 
 log = logging.getLogger(__name__)
 
 INTERNAL_ERROR = "an internal error ended this request; the log says which"
 CLOSED = "nothing is decoded any more"
-MEMORY_SHARE = 0.25, 0.8  # of what is free on a CPU and on a GPU, for keys and values
+MEMORY_SHARE = {"cpu": 0.25, "cuda": 0.8}  # of what is free, for keys and values
 PREFIX_SHARE = 0.25  # of these, for texts that have ended
 WARM_TOKENS = 8
 WARM_SAMPLINGS = Sampling(), Sampling(temperature=1.0)
@@ -49,7 +48,7 @@ class Worker:
         self._deliver: dict[Ticket, Deliver] = {}
         self._calls: deque[Callable[[], None]] = deque()  # that the thread makes before its next step
         self._wanted = threading.Condition()
-        self._closing: str | None = None  # "finish" or "cancel"
+        self._is_closing = False
         self._is_warming = False
         self._thread = threading.Thread(target=self._run, name="spectrain worker", daemon=True)
         self._thread.start()
@@ -76,7 +75,7 @@ class Worker:
         if name not in self.engines:
             raise UserError(f"method={name} is not loaded; choose among {', '.join(self.methods)}")
         with self._wanted:
-            if self._closing is not None:
+            if self._is_closing:
                 raise UserError(CLOSED)
             row = self.engines[name].row_of(request)
             ticket = Ticket(name, row.request)
@@ -98,38 +97,32 @@ class Worker:
         prompt, self._is_warming = [1 % self.target.vocab_size] * min(WARM_TOKENS, length), True
         for name in self.methods:
             for sampling in WARM_SAMPLINGS:
-                ended = threading.Event()
-                failed: list[str] = []
-
-                def deliver(step: Emitted, ended: threading.Event = ended, failed: list[str] = failed) -> None:
-                    failed += [] if step.error is None else [step.error]
-                    if step.error is not None or step.generation is not None:
-                        ended.set()
-
-                self.submit(Request(prompt, WARM_TOKENS, sampling), deliver, name)
-                ended.wait()
-                if failed:
-                    raise UserError(f"method={name} cannot decode here: {failed[0]}")
+                steps: SimpleQueue[Emitted] = SimpleQueue()
+                self.submit(Request(prompt, WARM_TOKENS, sampling), steps.put, name)
+                while (step := steps.get()).error is None and step.generation is None:
+                    pass
+                if step.error is not None:
+                    raise UserError(f"method={name} cannot decode here: {step.error}")
         self._is_warming = False
 
-    def close(self, finish: bool = False) -> None:
-        """End the thread. `finish`: running and waiting requests are answered first; else they are cancelled."""
+    def close(self) -> None:
+        """Cancel running and waiting requests, and end the thread."""
         with self._wanted:
-            self._closing = "finish" if finish and self._closing is None else "cancel"
+            self._is_closing = True
             self._wanted.notify()
         if threading.current_thread() is not self._thread:  # where the last reference is dropped by chance
             self._thread.join()
 
     @property
     def is_alive(self) -> bool:
-        return self._thread.is_alive() and self._closing is None
+        return self._thread.is_alive() and not self._is_closing
 
     def _run(self) -> None:
         try:
             self._decode()
         except BaseException:
             log.exception("the worker has ended")
-            self._closing = "cancel"
+            self._is_closing = True
             for ticket, deliver in [*self._deliver.items()]:
                 with suppress(Exception):
                     deliver(Emitted(ticket.number, [], [], error=INTERNAL_ERROR))
@@ -137,12 +130,12 @@ class Worker:
     def _decode(self) -> None:
         while True:
             with self._wanted:
-                while not (self._calls or self._closing or any(one.has_work for one in self.engines.values())):
+                while not (self._calls or self._is_closing or any(one.has_work for one in self.engines.values())):
                     self._wanted.wait()
-                if self._closing == "cancel":
+                if self._is_closing:
                     self._calls += [partial(self.engines[one.method].cancel, one.number) for one in self._deliver]
                 calls, self._calls = self._calls, deque()
-                closing = self._closing
+                closing = self._is_closing
             for call in calls:
                 call()
             for name, engine in self.engines.items():
@@ -196,18 +189,9 @@ def open_worker(
         max_length: tokens of the longest text, prompt included; None: what target, methods and memory allow.
         draws: see `Engine`. With "shared" a request's sample depends on its seed alone, at any load.
     """
-    free = free_memory(target.device) if memory is None else int(memory * 2**30)
+    share = MEMORY_SHARE.get(target.device.type, MEMORY_SHARE["cpu"])
+    free = int(share * free_memory(target.device) if memory is None else memory * 2**30)
     prefixes = Prefixes(int(PREFIX_SHARE * free))
     own = (free - prefixes.max_bytes) // len(methods)
     options = {"memory": own, "max_length": max_length, "draws": draws, "prefixes": prefixes}
     return Worker({name: Engine(target, drafter, batch_size, **options) for name, drafter in methods.items()})
-
-
-def free_memory(device: torch.device) -> int:
-    """Return the bytes that keys and values may take on a device without being asked for."""
-    on_cpu, on_gpu = MEMORY_SHARE
-    if device.type == "cuda":
-        return int(on_gpu * torch.cuda.mem_get_info(device)[0])
-    if (memory := host_memory()) is None:
-        raise UserError("this system does not say how much memory is free; give memory=<GiB>")
-    return int(on_cpu * memory[1])

@@ -11,6 +11,7 @@ import time
 from functools import cache
 from pathlib import Path
 
+import psutil
 import torch
 
 from spectrain.config import TYPED_COMMAND
@@ -50,20 +51,23 @@ def device_facts(device: torch.device, dtype: torch.dtype) -> dict[str, object]:
     }
 
 
-def host_memory() -> tuple[int, int] | None:
-    """Return the bytes of memory in all, and those that are free; None where the system does not tell.
+def host_memory() -> tuple[int, int]:
+    """Return the bytes of memory in all, and those that are free.
 
     A container has no more than its control group allows.
     """
-    if not (file := Path("/proc/meminfo")).is_file():
-        return None
-    kib = {line.split(":")[0]: int(line.split()[1]) for line in file.read_text().splitlines()}
-    total, free = 1024 * kib["MemTotal"], 1024 * kib["MemAvailable"]
+    memory = psutil.virtual_memory()
+    total, free = memory.total, memory.available
     if (limit := CGROUP / "memory.max").is_file() and (most := limit.read_text().strip()) != "max":
         kinds = dict(line.split() for line in (CGROUP / "memory.stat").read_text().splitlines())
         used = int((CGROUP / "memory.current").read_text()) - int(kinds["inactive_file"])  # files are dropped at need
         total, free = min(total, int(most)), min(free, max(0, int(most) - used))
     return total, free
+
+
+def free_memory(device: torch.device) -> int:
+    """Return the bytes that are free on a device."""
+    return torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else host_memory()[1]
 
 
 def date_now() -> str:

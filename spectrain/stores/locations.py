@@ -8,7 +8,7 @@ from pathlib import Path
 from spectrain.config import PACKAGE
 
 CHECKPOINTS = Path("checkpoints")  # where commands export to and look for drafters, below the working folder
-BUNDLED = "pystdlib-8l"  # the target of commands that are given none, as in conf/target/bundled.yaml
+BUNDLED = "pystdlib-8l"  # the target of commands that are given none
 MADE = {"smollm2": "smollm2-135m"}  # targets that are made at first use (spectrain.models.packages), and their folders
 # Trained drafters and heads that come with spectrain, by their folders.
 SHIPPED = ("pystdlib-8l-spire", "smollm2-135m-spire", "smollm2-135m-head")

@@ -1,7 +1,7 @@
 """What every kind of training shares. Each kind is a module of this package with its own two classes.
 
 The `Training` of a kind is its Lightning module: training and validation steps. The `Experiment` puts it together from
-the run's config, and says what its weights make. conf/exp/<kind>.yaml names it: `experiment._target_`.
+the run's config, and says what its weights make. Its options are a class of config/training.py.
 """
 
 from __future__ import annotations

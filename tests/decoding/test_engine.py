@@ -260,10 +260,10 @@ def test_kept_texts_stay_within_their_memory_and_the_oldest_go(monkeypatch):
     assert kept.longest([3, 3, 3, 9]) is None  # too few
     target.prefill(torch.tensor([[3] * 10 + [4]]), [11], cache, range(1))
     kept.add(np.array([3] * 10 + [4]), cache, 0)  # instead of its own beginning
-    assert len(kept) == 2
+    assert len(kept._texts) == 2
     kept.add(np.array([3] * 10), cache, 0)  # is part of it
-    assert len(kept) == 2
+    assert len(kept._texts) == 2
     monkeypatch.setattr(prefixes_module, "MOST_TEXTS", 2)
     kept.add(np.array([9] * 10), cache, 0)
-    assert len(kept) == 2
+    assert len(kept._texts) == 2
     assert kept.longest([9] * 12) is not None

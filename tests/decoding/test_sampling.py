@@ -8,7 +8,7 @@ from scipy.stats import chisquare
 from transformers import MinPLogitsWarper, TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
 from spectrain import kernels
-from spectrain.decoding import TargetModel, generate
+from spectrain.decoding import Engine, Request, TargetModel, generate
 from spectrain.decoding.sampling import Sampling, Uniforms, draw_token, row_generator
 from spectrain.errors import UserError
 from spectrain.kernels.reference import draw_by_noise, mixed
@@ -188,8 +188,11 @@ def test_each_row_of_a_mixed_batch_has_the_text_that_it_has_alone(method, compil
             return Speculative(TargetModel(noisy_copy(model)), 3)
         return Autoregressive() if method == "autoregressive" else PromptLookup(max_nodes=4)
 
-    options = {"stop_token_ids": (), "batch_size": 3}
-    together = generate(target, drafter(), prompts, 20, samplings, **options)
+    engine, together = Engine(target, drafter(), 3, draws=draws, stop_token_ids=()), {}
+    for number, (prompt, own) in enumerate(zip(prompts, samplings, strict=True)):
+        engine.submit(Request(prompt, 20, own, number=number))
+    while engine.has_work:
+        together |= {step.request: step.generation for step in engine.step() if step.generation}
     for i, prompt in enumerate(prompts):
         alone = generate(target, drafter(), [prompt], 20, samplings[i], prompt_numbers=[i], stop_token_ids=())
         assert together[i].tokens == alone[0].tokens, i

@@ -73,7 +73,7 @@ def serving(folder, limits: Limits | None = None, access: Access | None = None, 
     methods = {"plain": Autoregressive(), "pld": load_method("pld", target), "gate": gate}
     worker = open_worker(target, methods, ROWS, memory=0.2)
     traffic = traffic and traffic(target)
-    service = Service(worker, target, "tiny", list(methods), Sampling(temperature=1.0), limits or Limits(), traffic)
+    service = Service(worker, target, "tiny", Sampling(temperature=1.0), limits or Limits(), traffic)
     listener = bound("127.0.0.1", 0)
     listen(listener, 0)
     url = f"http://127.0.0.1:{port_of(listener)}"
