@@ -292,11 +292,17 @@ def test_a_run_without_any_answer_is_not_finished(run, tmp_path):
             "variants.autoregressive has the name of what others are compared",
         ),
         (["methods=all", "max_nodes=4"], "lookahead: max_nodes=4"),
-        (["drafter=nowhere", "methods=[pld]"], "drafter=nowhere is a vanilla drafter, which none of the methods takes"),
+        (
+            ["drafter=nowhere", "methods=[pld]"],
+            "drafter=nowhere is no folder here, and no method takes a vanilla drafter; correct it",
+        ),
         (["peers=[hf_assisted]", "methods=[pld]"], "holds no vanilla drafter"),
         (["methods=[rest]"], "holds no datastore for this target"),
         (["methods=[rest]", "datastore=nowhere"], "datastore=nowhere does not exist; make one"),
-        (["methods=[pld]", "datastore=nowhere"], "datastore=nowhere is a datastore, which none of the methods takes"),
+        (
+            ["methods=[pld]", "datastore=nowhere"],
+            "datastore=nowhere is no folder here, and no method takes a datastore; correct it",
+        ),
     ],
     ids=lambda value: value[-1] if isinstance(value, list) else "",
 )

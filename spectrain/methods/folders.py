@@ -78,8 +78,10 @@ def check_taken(
     taken = {kind for options in methods for kind in artifact_kinds(options).values()} | set(by_baselines)
     taken |= {kind for drafter in built for kind in drafter.artifacts}
     for kind in given.keys() - taken:
-        one = about(kind)
-        raise UserError(f"{one.option}={given[kind]} is a {one.noun}, which none of the methods takes; remove it")
+        one, folder = about(kind), given[kind]
+        if not Path(folder).exists():
+            raise UserError(f"{one.option}={folder} is no folder here, and no method takes a {one.noun}; correct it")
+        raise UserError(f"{one.option}={folder} is a {one.noun}, which none of the methods takes; remove it")
 
 
 def chosen_folder(option: str, kind: str, own: str | None, given: str | None, target: TargetModel) -> str | None:

@@ -79,7 +79,8 @@ def fit(
         run.keep_to({"target": fingerprint(target.model, target.tokenizer)} | rows | parts.source)
     log.info("run folder: %s", run.path)
     if trainer.is_global_zero and not (run.path / TRAINED_ON).is_file():
-        Sample.of(data.train.texts()).save(run.path)
+        with stage("noting which text is trained on"):
+            Sample.of(data.train.texts()).save(run.path)
     barrier(trainer)  # no rank looks for a checkpoint before rank zero has begun the run
     checkpoint = run.checkpoints.newest()
     if checkpoint:
