@@ -31,7 +31,7 @@ from spectrain.decoding import Context, Drafter, DraftTree, KVCache, Sampling, T
 from spectrain.decoding.rehearsal import any_tree
 from spectrain.errors import UserError
 from spectrain.kernels import ROWS, padded
-from spectrain.stores.environment import cpu_name
+from spectrain.stores.environment import OtherWork, cpu_name, is_disturbed
 from spectrain.stores.files import from_json, load_json, write_json
 from spectrain.stores.folder import digest
 from spectrain.stores.locations import CHECKPOINTS
@@ -198,10 +198,13 @@ class Table:
                 raise UserError(f'{FILE}={self.file} has no seconds of "{key}"; add them, or those of "{what}" or "*"')
             return found
         if key not in self.seconds:
-            began = time.perf_counter()
+            began, others = time.perf_counter(), OtherWork()
             with stage(f"timing {key}, once on this machine", shown=target.leads):
                 self.seconds[key], problem = timed(target, sampling, n_rows, steps(target, sampling, n_rows))
             log.info("timed %s in %.1f s", key, time.perf_counter() - began)
+            share = others.share() if target.device.type == "cpu" and "WORLD_SIZE" not in os.environ else None
+            if problem is None and is_disturbed(share):  # which may slow all sizes alike
+                problem = f"other processes took {share:.0%} of the cores"
             if problem:
                 self.spoiled.add(key)
             if problem and target.leads:

@@ -18,6 +18,7 @@ from spectrain.methods.autoregressive import Autoregressive
 from spectrain.methods.budget import ChainBudget, TreeBudget
 from spectrain.methods.registry import method_names
 from spectrain.methods.seconds import Table, curve, doubt
+from spectrain.stores.environment import OtherWork
 from tests.conftest import random_prompts, table_of, tiny_model
 from tests.methods.every import Artifacts, build_auto
 from tests.methods.test_ranking import draft_of
@@ -239,6 +240,7 @@ def timed(monkeypatch, tmp_path):
 
     disturbed = None
     monkeypatch.setattr(seconds, "_run", run)
+    monkeypatch.setattr(OtherWork, "share", lambda others: 0.0)
     open_table.runs = runs
     return open_table
 
@@ -267,6 +269,14 @@ def test_a_table_that_stays_spoiled_serves_this_process_and_is_not_kept(timed, l
     assert "look disturbed (size 3 took longer than a larger one)" in caplog.text
     table.costs(llama_target, Sampling(), 1, Autoregressive())
     assert len(timed.runs) == n_runs
+    timed(llama_target).costs(llama_target, Sampling(), 1, Autoregressive())
+    assert timed.runs
+
+
+def test_a_table_that_was_timed_beside_other_work_is_not_kept(timed, llama_target, caplog, monkeypatch):
+    monkeypatch.setattr(OtherWork, "share", lambda others: 0.34)
+    timed(llama_target).costs(llama_target, Sampling(), 1, Autoregressive())
+    assert "look disturbed (other processes took 34% of the cores); they are timed again next time" in caplog.text
     timed(llama_target).costs(llama_target, Sampling(), 1, Autoregressive())
     assert timed.runs
 
