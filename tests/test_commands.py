@@ -96,8 +96,8 @@ def test_a_drafter_is_trained_further(run, typed, small):
         "n_layer=1": "init=first has other options; give window_tokens=32 n_layer=2",
         "input=trained": "init=first has other options; give window_tokens=32 input=projected",
         "previous_state=false": "init=first has other options; give window_tokens=32 previous_state=true",
-        "draft_vocab=200": "init=first has draft_vocab=100, not 200; give draft_vocab=null to keep it, or fewer than 100",
-        "draft_vocab=auto": "init=first has draft_vocab=100, not auto; give draft_vocab=null to keep it, or fewer than 100",
+        "draft_vocab=200": "init=first has draft_vocab=100, not 200; draft_vocab=null keeps it, or give fewer",
+        "draft_vocab=auto": "init=first has draft_vocab=100, not auto; draft_vocab=null keeps it, or give fewer",
         "init=nowhere": "init=nowhere does not exist; give a folder that spectrain.train exported",
     }
     for option, message in refused.items():

@@ -198,9 +198,9 @@ class SpireExperiment(Experiment):
         if isinstance(asked, int) and n_tokens is not None and asked < n_tokens:
             drafter = drafter.cut_to(asked)
         elif asked not in (None, n_tokens):
-            fewer = "" if n_tokens is None else f", or fewer than {n_tokens}"
+            fewer = "" if n_tokens is None else ", or give fewer"
             raise UserError(
-                f"init={folder} has draft_vocab={shown(n_tokens)}, not {asked}; give draft_vocab=null to keep it{fewer}"
+                f"init={folder} has draft_vocab={shown(n_tokens)}, not {asked}; draft_vocab=null keeps it{fewer}"
             )
         found, wanted = ({**vars(one), "n_layer": one.n_layer} for one in (drafter.config, self.shape(drafter.kept)))
         names = [name for name in found if found[name] != wanted[name] and name != "target_layers"]
