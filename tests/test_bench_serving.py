@@ -114,6 +114,6 @@ def test_engines_are_compared_on_the_same_prompts(tmp_path):
     options = ["--target", "pystdlib-8l", "--methods", "autoregressive", "pld", "--limit", "2", "--new", "8"]
     subprocess.run([sys.executable, SCRIPTS / "bench_engines.py", *options, "--busy", "1", "--out", out], check=True)
     plain, lookup = json.loads(out.read_text())["rows"]
-    assert plain[0] == "autoregressive"
+    assert plain[0] == "autoregressive, float32"
     assert plain[2:] == ["1.00 [1.00, 1.00]", "1.00"]
-    assert (lookup[0], lookup[3]) == ("pld", "1.00")
+    assert (lookup[0], lookup[3]) == ("pld, float32", "1.00")

@@ -7,7 +7,6 @@ runs on its own modules (`modules.py`): it takes a complete 4-D mask, explicit p
 from __future__ import annotations
 
 import copy
-import threading
 from collections.abc import Generator, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache, partial
@@ -114,7 +113,6 @@ class TargetModel:
         has_graphs = graphs == "auto" and is_on_one_card
         self.graphs = Graphs() if has_graphs else None
         self._kept: list[KVCache] = []  # shared, as `graphs` is, by the copies that capture other layers
-        self.turn = threading.Lock()  # held by the thread that runs a step, where several decode
         self.capture_layers = self._checked(capture_layers)
 
     def _checked(self, capture_layers: Sequence[int]) -> tuple[int, ...]:

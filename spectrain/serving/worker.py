@@ -10,6 +10,9 @@ from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from queue import SimpleQueue
+from weakref import WeakKeyDictionary
+
+from transformers import PreTrainedModel
 
 from spectrain.decoding import Drafter, Emitted, Engine, Prefixes, Request, Sampling, TargetModel
 from spectrain.errors import UserError
@@ -25,6 +28,8 @@ WARM_TOKENS = 8
 WARM_SAMPLINGS = Sampling(), Sampling(temperature=1.0)
 
 Deliver = Callable[[Emitted], None]
+
+_turns: WeakKeyDictionary[PreTrainedModel, threading.Lock] = WeakKeyDictionary()  # of workers that have one model
 
 
 @dataclass(frozen=True)
@@ -45,6 +50,7 @@ class Worker:
     def __init__(self, engines: Mapping[str, Engine]) -> None:
         self.engines = dict(engines)
         self.target = next(iter(self.engines.values())).target
+        self._turn = _turns.setdefault(self.target.model, threading.Lock())
         self._deliver: dict[Ticket, Deliver] = {}
         self._calls: deque[Callable[[], None]] = deque()  # that the thread makes before its next step
         self._wanted = threading.Condition()
@@ -148,7 +154,7 @@ class Worker:
 
     def _stepped(self, engine: Engine) -> list[Emitted]:
         try:
-            with self.target.turn:  # another worker may have the same target
+            with self._turn:
                 return engine.step(rehearses=self._is_warming)
         except Exception as error:
             if not isinstance(error, UserError):
