@@ -109,7 +109,7 @@ def method_table(autoregressive: dict, spire: dict, **more) -> str:
     return console.export_text()
 
 
-def test_what_did_not_draft_has_no_speedup_on_terminal_page_and_in_markdown(tmp_path):
+def test_what_did_not_draft_has_no_speedup_on_terminal_and_page(tmp_path):
     methods = {**RESULTS["methods"], "pld": IDLE, "spire": IDLE}
     write_report(tmp_path / "report.html", RESULTS | {"methods": methods}, ROWS)
     page = Page((tmp_path / "report.html").read_text())
