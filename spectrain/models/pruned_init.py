@@ -19,14 +19,13 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from spectrain.decoding.lean import block_state
-from spectrain.decoding.llama import PIECE_TOKENS
 from spectrain.decoding.sharded import whole
 from spectrain.decoding.target import TargetModel
 from spectrain.errors import UserError
 from spectrain.models.spire import SpireConfig, SpireDrafter
 
 NEW = ("pruned", "random")  # what a new drafter starts from
-FIT_TOKENS = 24_000
+FIT_TOKENS, FIT_TOKENS_AT_ONCE = 24_000, 4096
 RIDGE = 1e-2  # penalty of a weight, as a share of its input's sum of squares
 
 
@@ -103,7 +102,7 @@ class InputFit:
         starts = torch.zeros_like(tokens) if starts is None else starts
         inside = starts[:, 1:] == starts[:, :-1]
         states = (tokens[:, 1:], final_hidden[:, :-1], wanted[:, 1:])
-        for part in zip(*(one[inside].split(PIECE_TOKENS) for one in states), strict=True):
+        for part in zip(*(one[inside].split(FIT_TOKENS_AT_ONCE) for one in states), strict=True):
             inputs = [F.embedding(part[0], self.embedding), *([part[1]] if self.drafter.config.previous_state else [])]
             inputs = torch.cat([one.double() for one in inputs], dim=-1)  # [n, D or 2 D]
             self.gram += inputs.T @ inputs

@@ -6,6 +6,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from spectrain.decoding import DraftTree, KVCache, TargetModel
+from spectrain.decoding.llama import PIECE_TOKENS
 from spectrain.decoding.masks import packed_mask
 from spectrain.decoding.modules import TransformersEngine
 from spectrain.decoding.target import FINAL
@@ -188,7 +189,7 @@ ROPES = {
 @pytest.mark.parametrize("kind", [*FAMILIES, *WINDOWED, *ROPES])
 def test_features_of_long_rows_in_pieces_are_those_of_one_forward(kind, monkeypatch):
     """Rows longer than the windows, and than the texts that frequencies were made for; pieces of odd sizes."""
-    monkeypatch.setattr("spectrain.decoding.llama.PIECE_TOKENS", 14)
+    monkeypatch.setitem(PIECE_TOKENS, "cpu", 14)
     monkeypatch.setattr("spectrain.decoding.target.MOST_MASKED", 20)
     model = tiny_model("llama", rope_parameters=ROPES[kind]) if kind in ROPES else tiny_model(kind)
     target = TargetModel(model, capture_layers=[2, 0], prefill_chunk=11)
@@ -218,7 +219,7 @@ def test_pieces_are_no_larger_than_they_must_be(monkeypatch):
             sizes.extend(one.numel() for one in tree_leaves(out) if isinstance(one, torch.Tensor))
             return out
 
-    monkeypatch.setattr("spectrain.decoding.llama.PIECE_TOKENS", 16)
+    monkeypatch.setitem(PIECE_TOKENS, "cpu", 16)
     monkeypatch.setattr("spectrain.decoding.target.MOST_MASKED", 20)
     n_tokens = 1000
     for family in ("llama", "gemma3"):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
@@ -30,6 +31,16 @@ from tests.conftest import tiny_model
 from tests.training.trainers import config_of
 
 PEAKS = Hardware("a machine", 10.0, 2, flops_per_s=1e9)  # 1e8 bytes/s
+
+
+SHAPES = {"8B": (4096, 14336, 32, 32), "70B": (8192, 28672, 80, 64)}
+
+
+def llama_3(folder, width, inner, n_blocks, n_heads):
+    """Write the config of a Llama 3.1."""
+    shape = {"hidden_size": width, "intermediate_size": inner, "num_hidden_layers": n_blocks}
+    shape |= {"num_attention_heads": n_heads, "num_key_value_heads": 8, "vocab_size": 128_256}
+    LlamaConfig(**shape, max_position_embeddings=131_072, dtype="bfloat16").save_pretrained(folder)
 
 
 @pytest.fixture(scope="module")
@@ -77,10 +88,7 @@ def test_half_of_causal_attention_is_counted_and_a_cast_that_died_is_no_other_te
 @pytest.mark.parametrize("options", [[], ["n_layer=quarter"]], ids=str)
 def test_packed_rows_of_32768_tokens_of_an_8b_shaped_drafter_fit_one_card(tmp_path, options):
     """Llama 3.1 8B: two blocks as they are, eight by computing activations again, which is found to be needed."""
-    shape = {"hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32, "num_attention_heads": 32}
-    LlamaConfig(
-        **shape, num_key_value_heads=8, vocab_size=128_256, max_position_embeddings=131_072, dtype="bfloat16"
-    ).save_pretrained(tmp_path)
+    llama_3(tmp_path, *SHAPES["8B"])
     rows = "data.row_tokens=32768", "data.batch_size=1", "data.document_mask=true", "target.dtype=bfloat16"
     machine = "hardware=h100", "trainer.devices=1", "plan=true"
     config = config_of("+exp=spire", f"target.path={tmp_path}", *rows, *machine, *options)
@@ -88,6 +96,27 @@ def test_packed_rows_of_32768_tokens_of_an_8b_shaped_drafter_fit_one_card(tmp_pa
     plan, machine = plan_for(config)
     assert plan.memory["forward and backward pass"] < 27 * 2**30
     assert plan.bytes < 0.8 * machine.memory_bytes
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("n_gpus", [8, 64])
+@pytest.mark.parametrize("name", SHAPES)
+def test_the_page_s_table_is_what_the_plan_says_today(name, n_gpus, tmp_path):
+    page = (Path(__file__).parents[2] / "docs" / "plan.md").read_text().split("## Long rows")[0]
+    rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in page.splitlines() if line[:1] == "|"]
+    column = next(row for row in rows if "70B on 64" in row).index(f"{name} on {n_gpus}")
+    said = {row[0]: row[column] for row in rows if len(row) == 5}
+    llama_3(tmp_path, *SHAPES[name])
+    options = ["recipe=llama_8b", "hardware=h100", "trainer.devices=8", "plan=true", f"target.path={tmp_path}"]
+    options += ["trainer.num_nodes=8", "data.batch_size=1024"] if n_gpus == 64 else []
+    if name == "70B":
+        options += ["n_layer=auto", "trainer=deepspeed_zero2", "target.parallel=tp"]
+        options += ["target.tp=8"] if n_gpus == 64 else []
+    plan, _ = plan_for(config_of("+exp=spire", *options))
+    found = {what: f"{size / 2**30:.2f} GiB" for what, size in plan.memory.items()}
+    found["tokens per second"] = f"{plan.tokens_per_s:,.0f}"
+    found["steps of 0.9 tokens per parameter"] = f"{plan.steps:,}"
+    assert {what: said[what] for what in found} == found
 
 
 @pytest.mark.parametrize("data", [["data=offline"], ["data.document_mask=true"], []], ids=str)
