@@ -71,7 +71,7 @@ def load_target(
     for option, value, known in (("dtype", dtype, DTYPES), ("parallel", parallel, PARALLEL)):
         check_choice(f"target.{option}", value, known)
     name = str(path_or_id)
-    config = _load_config(name, role)
+    config = load_config(name, role)
     called = f"{role} {name} ({config.model_type})"
     check_layers(config, called)
     card = torch.device("cuda") if device == "auto" else device
@@ -243,7 +243,8 @@ def _is_causal(target: TargetModel) -> bool:
     return torch.allclose(before.float(), after.float(), atol=1e-3, rtol=1e-3)
 
 
-def _load_config(name: str, role: str) -> PretrainedConfig:
+def load_config(name: str, role: str) -> PretrainedConfig:
+    """Read a config of a folder or the hub. Raise UserError, which names the model by its role, if there is none."""
     folder = Path(name)
     is_here = folder.is_dir()
     if is_here and not (folder / "config.json").is_file():

@@ -27,7 +27,7 @@ from scipy.optimize import brentq
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from spectrain.config import conf_dir
-from spectrain.decoding.loading import first_line, read_config
+from spectrain.decoding.loading import first_line, load_config
 from spectrain.decoding.modules import find_blocks, unsupported_layer_type
 from spectrain.errors import UserError, check_number, check_whole
 from spectrain.models.packages import target_path
@@ -220,12 +220,12 @@ def empty_model(name: str, **options: object) -> PreTrainedModel:
     path = target_path(name)
     try:
         with torch.device("meta"):
-            return AutoModelForCausalLM.from_config(read_config(path), trust_remote_code=False, **options)
+            return AutoModelForCausalLM.from_config(load_config(path, "target"), trust_remote_code=False, **options)
     except UserError:
         raise
     except Exception as error:  # transformers and the hub each raise their own types here
         why = first_line(error)[:160]
-        raise UserError(f"{path} has no config of a model that transformers can build ({why})") from error
+        raise UserError(f"transformers makes no model of the config of {path} ({why}); give another target") from error
 
 
 def shape_of_model(name: str) -> Shape:
