@@ -45,7 +45,7 @@ MOST_NODES = 128  # up to which forwards are known
 MOST_READS = 32
 NODES = (1, 2, 3, 4, 5, 6, 8, 10, 12, 16, 24, 32, 48, 64)
 RECORDED = (0, 1, 2, 3, 5, 7, 11, 15)  # lengths of chains where each is a graph; with the root, most fill a padded tree
-MOST_SCORED = {"cpu": 64, "cuda": 1024}  # nodes of all rows in a timed forward; larger ones are extrapolated
+MOST_SCORED = {"cpu": 64, "cuda": 1024}  # nodes of all rows in a timed step of more than four; others are extrapolated
 DEAR = 5.0  # larger trees than the first that costs so many forwards of one node are not timed
 # In each round a size is visited twice; more than the first rounds only while the seconds disagree.
 ROUNDS, MOST_ROUNDS = 3, 12
@@ -184,7 +184,7 @@ class Table:
         def steps(target: TargetModel, sampling: Sampling, n: int) -> Paced:
             if drafter.budget is not None:
                 drafter.budget.costs = before
-            return Paced(drafter, drafter.timed_reads)
+            return Paced(drafter, [reads for reads in drafter.timed_reads if _is_timed(target, n, reads + 1)])
 
         name = drafter.timed_as or type(drafter).__name__
         return Costs(forward, [self._seconds(name, target, sampling, n, steps) for n in (1, most)], most, pads)
@@ -325,8 +325,11 @@ class _AnyTrees(Drafter):
 
 def _forward_steps(is_chain: bool, target: TargetModel, sampling: Sampling, n_rows: int) -> Paced:
     sizes = NODES if target.graphs is None else [n for n in kernels.NODES if n <= NODES[-1]]
-    sizes = [n for n in sizes if n <= 4 or n * n_rows <= MOST_SCORED.get(target.device.type, 1024)]
-    return Paced(_AnyTrees(is_chain), sizes, times_rest=True)
+    return Paced(_AnyTrees(is_chain), [n for n in sizes if _is_timed(target, n_rows, n)], times_rest=True)
+
+
+def _is_timed(target: TargetModel, n_rows: int, nodes: int) -> bool:
+    return nodes <= 4 or nodes * n_rows <= MOST_SCORED.get(target.device.type, MOST_SCORED["cuda"])
 
 
 def timed(target: TargetModel, sampling: Sampling, n_rows: int, paced: Paced) -> tuple[dict[int, float], str | None]:

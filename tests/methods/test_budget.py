@@ -254,6 +254,18 @@ def test_a_table_is_timed_once_and_read_by_the_next_process(timed, llama_target)
     assert not timed.runs
 
 
+def test_steps_that_a_full_batch_takes_long_for_are_not_timed_but_extrapolated(timed, llama_target):
+    drafter = Autoregressive()
+    drafter.timed_reads, drafter.timed_as = (0, 1, 2, 3, 4, 6, 8), "draft"
+    table = timed(llama_target)
+    costs = table.costs(llama_target, Sampling(), 16, drafter)
+    sizes = {key: [*one] for key, one in table.seconds.items()}
+    assert sizes["draft, greedy, rows 1"] == [0, 1, 2, 3, 4, 6, 8]
+    assert sizes["draft, greedy, rows 16"] == [0, 1, 2, 3]
+    assert sizes["forward of trees, greedy, rows 16"] == [1, 2, 3, 4]
+    assert costs.draft_s(16)[8] == pytest.approx(1.8)
+
+
 def test_a_disturbed_table_is_timed_again_until_its_seconds_agree(timed, llama_target, caplog):
     table = timed(llama_target, lambda run, size: run < 4 and size == 3)
     assert table.costs(llama_target, Sampling(), 1, Autoregressive()).forward_s(1)[3] == pytest.approx(1.3)
