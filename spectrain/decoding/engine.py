@@ -117,6 +117,7 @@ class Engine:
         self._reading: _Reading | None = None
         self._batch: Batch | None = None
         self._cache: KVCache | None = None
+        self._mark = object()  # of the batch that the method begins
         self._n_requests = 0
         self._told: list[Emitted] = []  # of a step that goes on
         self._unwanted: set[int] = set()
@@ -192,6 +193,8 @@ class Engine:
     def _gained(self, rehearses: bool) -> list[Emitted]:
         if not self.n_running:
             self._begin(rehearses)
+        elif self.drafter.batch is not self._mark:
+            raise UserError("the method has begun other texts before these ended; give each a method of its own")
         if self._reading is None:
             self._admit()
         if self._reading is not None and (joined := self._read()):
@@ -235,6 +238,7 @@ class Engine:
         context = Context(Sampling(temperature=1.0, draws=self.draws), target.device, self.batch_size, stop_ids)
         with torch.inference_mode():
             self.drafter.start(target, self._cache)
+        self.drafter.batch = self._mark = object()
         clock = Clock(target.device)
         self._batch = Batch(target, self.drafter, self._cache, context, self.verification, clock, self.prefixes)
 
