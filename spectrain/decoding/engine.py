@@ -1,6 +1,6 @@
 """Continuous batching: requests join and leave at any time.
 
-    engine = Engine(load_target(), drafter, batch_size=8)
+    engine = Engine(spectrain.load_target(), drafter, batch_size=8)
     engine.submit(Request(prompt, max_new_tokens=64))
     while engine.has_work:
         for emitted in engine.step(): ...

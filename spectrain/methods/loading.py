@@ -1,6 +1,6 @@
 """`load_method`: a method by its name, or any exported folder as the method that decodes with it.
 
-    target = load_target()
+    target = spectrain.load_target()
     method = load_method("pld", target)                 # a name of conf/method/
     method = load_method("exported/spire", target)      # a folder of spectrain.train or spectrain.export
     generations = generate(target, method, prompts, max_new_tokens=64, batch_size=8)    # of spectrain.decoding
