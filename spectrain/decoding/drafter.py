@@ -35,7 +35,7 @@ class Drafter(ABC):
     joins_late = False  # whether `prefill` reads only the context, so that it may be called some steps later
     why_plain: str | None = None  # why hardly anything was drafted, in a sentence
     choice: Choice | None = None  # that it made for this step, where it chooses among methods
-    batch: object = None  # whose rows it follows; an engine sets it
+    mark: object = None  # of the batch whose rows it follows: an engine that begins one sets another
     # What is measured of its steps, and what is chosen by that (`methods/seconds.py`, `methods/budget.py`).
     budget = None  # chooses how much it drafts; None: that is fixed
     reads = 0  # of a draft model, in this step

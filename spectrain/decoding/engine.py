@@ -117,7 +117,7 @@ class Engine:
         self._reading: _Reading | None = None
         self._batch: Batch | None = None
         self._cache: KVCache | None = None
-        self._mark = object()  # of the batch that the method begins
+        self._mark = object()  # of the batch; the method has another one where another engine has begun with it
         self._n_requests = 0
         self._told: list[Emitted] = []  # of a step that goes on
         self._unwanted: set[int] = set()
@@ -179,6 +179,11 @@ class Engine:
 
         `rehearses`: on a GPU, steps of the first request's sampling are recorded before the batch begins.
         """
+        if self.n_running and self.drafter.mark is not self._mark:
+            raise UserError(
+                "the method has begun other texts before these ended; give each a method of its own, or decode them in "
+                "turns"
+            )
         self._told += self._dropped()
         try:
             if self.n_running or self._waiting:
@@ -193,8 +198,6 @@ class Engine:
     def _gained(self, rehearses: bool) -> list[Emitted]:
         if not self.n_running:
             self._begin(rehearses)
-        elif self.drafter.batch is not self._mark:
-            raise UserError("the method has begun other texts before these ended; give each a method of its own")
         if self._reading is None:
             self._admit()
         if self._reading is not None and (joined := self._read()):
@@ -223,6 +226,7 @@ class Engine:
 
     def _begin(self, rehearses: bool) -> None:
         """Begin a batch: the method learns of it, and forgets all rows of earlier ones."""
+        self.drafter.mark = self._mark = object()
         # The steps of a batch in which one row draws take as long as if all did.
         first = next((row.sampling for row in self._waiting if not row.sampling.greedy), self._waiting[0].sampling)
         self.drafter.prepare(self.target, first, self.batch_size)
@@ -238,7 +242,6 @@ class Engine:
         context = Context(Sampling(temperature=1.0, draws=self.draws), target.device, self.batch_size, stop_ids)
         with torch.inference_mode():
             self.drafter.start(target, self._cache)
-        self.drafter.batch = self._mark = object()
         clock = Clock(target.device)
         self._batch = Batch(target, self.drafter, self._cache, context, self.verification, clock, self.prefixes)
 

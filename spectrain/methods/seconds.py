@@ -45,7 +45,7 @@ MOST_NODES = 128  # up to which forwards are known
 MOST_READS = 32
 NODES = (1, 2, 3, 4, 5, 6, 8, 10, 12, 16, 24, 32, 48, 64)
 RECORDED = (0, 1, 2, 3, 5, 7, 11, 15)  # lengths of chains where each is a graph; with the root, most fill a padded tree
-MOST_SCORED = {"cpu": 64, "cuda": 1024}  # nodes of all rows in a timed step of more than four; others are extrapolated
+MOST_SCORED = {"cpu": 64, "cuda": 1024}  # nodes of all rows in a timed step; larger ones are extrapolated
 DEAR = 5.0  # larger trees than the first that costs so many forwards of one node are not timed
 # In each round a size is visited twice; more than the first rounds only while the seconds disagree.
 ROUNDS, MOST_ROUNDS = 3, 12
@@ -112,11 +112,15 @@ class Costs:
 
 
 def curve(seconds: Mapping[int, float], most: int) -> np.ndarray:
-    """Return the seconds of sizes 0..most, which never fall; beyond the timed ones they go on along the last line."""
+    """Return the seconds of sizes 0..most, which never fall.
+
+    Beyond the timed ones they go on along the last line, or along all but the first size where that is steeper.
+    """
     sizes = np.array(sorted(seconds))
     # A larger size bounds a smaller one: other work on the machine only ever adds to a time.
     values = np.minimum.accumulate(np.array([seconds[size] for size in sizes])[::-1])[::-1]
-    slope = (values[-1] - values[-2]) / (sizes[-1] - sizes[-2]) if len(sizes) > 1 else 0.0
+    starts = (-2, min(1, len(sizes) - 2)) if len(sizes) > 1 else ()
+    slope = max(((values[-1] - values[i]) / (sizes[-1] - sizes[i]) for i in starts), default=0.0)
     wanted = np.arange(most + 1)
     return np.interp(wanted, sizes, values) + slope * np.maximum(0, wanted - sizes[-1])
 
@@ -329,6 +333,7 @@ def _forward_steps(is_chain: bool, target: TargetModel, sampling: Sampling, n_ro
 
 
 def _is_timed(target: TargetModel, n_rows: int, nodes: int) -> bool:
+    """Whether a step of so many nodes of each row is timed; those of a chain are its reads and the root."""
     return nodes <= 4 or nodes * n_rows <= MOST_SCORED.get(target.device.type, MOST_SCORED["cuda"])
 
 

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 
-from spectrain.decoding import Engine, KVCache, Prefixes, Request, Sampling, TargetModel, generate, stream
+from spectrain.decoding import Engine, KVCache, Prefixes, Request, Sampling, TargetModel, generate
 from spectrain.decoding import engine as engine_module
 from spectrain.decoding import prefixes as prefixes_module
 from spectrain.errors import UserError
@@ -206,15 +206,22 @@ def test_memory_counts_what_was_read_of_a_prompt_that_was_given_up():
     assert engine._cache.slots_taken([]) == 50
 
 
-def test_a_method_that_has_begun_other_texts_is_not_asked_for_the_earlier_ones():
+@pytest.mark.parametrize("gives_up", [False, True])
+def test_a_method_that_has_begun_other_texts_is_not_asked_for_the_earlier_ones(gives_up):
     prompts, texts = texts_of("llama_gqa")
     method = drafter_of("spire", "llama_gqa")
-    first, second = (stream(target_of("llama_gqa"), method, prompts[:2], N_NEW, batch_size=2) for _ in range(2))
-    next(first)
-    assert next(second).tokens[0] == texts[0][0]
+    first, second = (Engine(target_of("llama_gqa"), method, 2) for _ in range(2))
+    for engine in (first, second):
+        for prompt in prompts[:2]:
+            engine.submit(Request(prompt, N_NEW))
+        engine.step()
+    if gives_up:
+        first.cancel(0)
     with pytest.raises(UserError, match="the method has begun other texts before these ended; give each"):
-        list(first)
-    assert [*second][-1].generation.tokens in texts[:2]
+        first.step()
+    assert [step.error for step in first.fail("over")] == ["over", "over"]
+    ended = [step.generation for _ in range(99) for step in second.step() if step.generation is not None]
+    assert sorted(one.tokens for one in ended) == sorted(texts[:2])
 
 
 def test_a_prompt_that_does_not_fit_fails_alone(monkeypatch):

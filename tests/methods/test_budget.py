@@ -199,6 +199,8 @@ def test_with_shared_noise_batch_and_table_leave_the_sample_as_it_is(name, artif
 
 def test_seconds_never_fall_and_go_on_beyond_what_was_timed():
     assert curve({1: 1.0, 2: 3.0, 4: 2.0, 8: 4.0}, 10) == pytest.approx([1, 1, 2, 2, 2, 2.5, 3, 3.5, 4, 4.5, 5])
+    assert curve({0: 1.0, 1: 2.0, 2: 4.0, 3: 3.9}, 5) == pytest.approx([1, 2, 3.9, 3.9, 4.85, 5.8])
+    assert curve({0: 1.0}, 2) == pytest.approx([1, 1, 1])
 
 
 QUIET = {1: [1.0, 1.01], 2: [1.1, 1.1], 8: [1.8, 1.9]}
