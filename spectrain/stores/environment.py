@@ -28,7 +28,7 @@ def environment(ranks: int) -> dict[str, object]:
         "python": platform.python_version(),
         **{name: version_of(name) for name in LIBRARIES},
         "cuda": torch.version.cuda if gpus else None,
-        "devices": gpus or [platform.processor() or platform.machine()],
+        "devices": gpus or [cpu_name()],
         "ranks": ranks,
         "host": socket.gethostname(),
     }
@@ -43,7 +43,7 @@ def provenance() -> dict[str, object]:
 
 def device_facts(device: torch.device, dtype: torch.dtype) -> dict[str, object]:
     """Return the device, threads and dtype that seconds were measured with."""
-    name = torch.cuda.get_device_name(device) if device.type == "cuda" else f"{platform.machine()} CPU"
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else cpu_name()
     return {
         "device": f"{device} ({name})",
         "dtype": str(dtype).removeprefix("torch."),
