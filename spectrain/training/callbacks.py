@@ -217,6 +217,7 @@ class Checkpoints(ModelCheckpoint):
         if trainer.validating or trainer.global_step % trainer.log_every_n_steps:
             return
         metrics = {name: float(v) for name, v in trainer.logged_metrics.items() if name.startswith("train/")}
+        metrics["epoch"] = trainer.current_epoch
         for logger in trainer.loggers:
             logger.log_metrics(metrics, step=trainer.global_step - 1)  # the number that Lightning gives the step
             logger.save()

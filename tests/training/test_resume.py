@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import csv
 import logging
 import os
 import signal
+from itertools import pairwise
 
 import pytest
 import torch
@@ -85,6 +87,17 @@ def test_interrupted_training_equals_uninterrupted(tmp_path, step, optimizer):
     found, losses = train(tmp_path, ckpt_path=folder.newest(), optimizer=optimizer)
     assert losses == expected_losses[step + 1 :]  # the step that was running was finished and saved
     assert all(torch.equal(found[name], expected[name]) for name in expected)
+
+
+def test_what_is_logged_before_a_checkpoint_is_what_is_logged_behind_it(tmp_path):
+    """A kill between the two loses nothing."""
+    keeps = Checkpoints(CheckpointFolder(tmp_path / "checkpoints"), every_s=0.0)
+    train(tmp_path, keeps, logger=CSVLogger(tmp_path, "metrics", 0, flush_logs_every_n_steps=1), every=2)
+    with (tmp_path / "metrics/version_0/metrics.csv").open() as lines:
+        rows = [row for row in csv.DictReader(lines) if row["train/loss"]]
+    before = [row for row, behind in pairwise(rows) if row["step"] == behind["step"]]
+    assert len(before) >= 3
+    assert all(rows.count(row) == 2 for row in before)
 
 
 def test_an_accumulated_gradient_is_never_cut(tmp_path):
