@@ -23,8 +23,7 @@ from spectrain.decoding.kv_cache import KVCache
 from spectrain.decoding.memory import device_type
 
 # Tokens of whole texts whose states inside a block lie in memory at the same time. Behind the pieces they are copied.
-PIECE_TOKENS = {"cpu": 1 << 12}
-PIECE_TOKENS_ELSEWHERE = 1 << 15  # most batches of a training are one piece
+PIECE_TOKENS = {"cpu": 1 << 12, "cuda": 1 << 15}  # on a GPU most batches of a training are one piece
 
 
 @dataclass(frozen=True)
@@ -239,7 +238,7 @@ class LlamaBlock(nn.Module):
 
         What surrounds attention is computed for PIECE_TOKENS at a time, so long texts take little more than their x.
         """
-        size = max(1, PIECE_TOKENS.get(device_type(x.device), PIECE_TOKENS_ELSEWHERE) // len(x))
+        size = max(1, PIECE_TOKENS.get(device_type(x.device), PIECE_TOKENS["cuda"]) // len(x))
         attended = attention(*in_pieces(self.before_in_text, size, 2, x, *rope), mask)
         return in_pieces(self.after_in_text, size, 1, x, attended)[0]
 

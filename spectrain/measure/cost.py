@@ -218,12 +218,11 @@ def empty_model(name: str, **options: object) -> PreTrainedModel:
         UserError: there is no such config.
     """
     path = target_path(name)
+    config = load_config(path, "target")
     try:
         with torch.device("meta"):
-            return AutoModelForCausalLM.from_config(load_config(path, "target"), trust_remote_code=False, **options)
-    except UserError:
-        raise
-    except Exception as error:  # transformers and the hub each raise their own types here
+            return AutoModelForCausalLM.from_config(config, trust_remote_code=False, **options)
+    except Exception as error:  # transformers raises types of its own here
         why = first_line(error)[:160]
         raise UserError(f"transformers makes no model of the config of {path} ({why}); give another target") from error
 
