@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from numbers import Integral
 
@@ -120,8 +121,15 @@ def rendered(
     Raises:
         UserError: the template is broken, or refuses them; it says their `name`, and the `advice`.
     """
-    try:
+    with told(tokenizer, name, advice):
         return tokenizer.apply_chat_template(list(messages), **asked)
+
+
+@contextmanager
+def told(tokenizer: PreTrainedTokenizerBase, name: str, advice: str) -> Iterator[None]:
+    """Turn what a chat template raises into a UserError that says what it was to render, and the `advice`."""
+    try:
+        yield
     except Exception as error:  # jinja and templates each raise their own types here
         why = (str(error).strip() or type(error).__name__).splitlines()[0]
         raise UserError(

@@ -17,18 +17,20 @@ import re
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from datetime import datetime
-from itertools import groupby, pairwise, takewhile
+from itertools import pairwise, takewhile
 
 import numpy as np
-from transformers import BatchEncoding, PreTrainedTokenizerBase
+from transformers import PreTrainedTokenizerBase
+from transformers.utils.chat_template_utils import render_jinja_template
 
-from spectrain.decoding.text import rendered
+from spectrain.decoding.text import rendered, told
 from spectrain.errors import UserError
 from spectrain.stores.chats import Chat, Messages
 
 GENERATION = re.compile(r"\{%[-+]?\s*generation\s*[-+]?%\}")
 CLOCK = re.compile(r"\bstrftime_now\((['\"])(.*?)\1\)")
 PROBE = (("Quartz?", "Xylem."), ("Jukebox?", "Vortex!"), ("Zebra?", "Waltz"))  # questions and replies, which end unlike
+SAID = ("a conversation", "mend or remove the conversation, or mend the template")  # where one is refused
 STARTED = datetime.now()  # what a template that asks for the time is told, so that all of a run agrees
 
 
@@ -71,7 +73,8 @@ class ChatRenderer:
             )
         self.tokenizer, template = tokenizer, tokenizer.get_chat_template()
         self._template = CLOCK.sub(lambda call: repr(STARTED.strftime(call[2])), template)
-        self.eos_ids = {*eos_ids, tokenizer.eos_token_id} - {None}
+        self._eos = list({*eos_ids, tokenizer.eos_token_id} - {None})
+        self._wide = [token for token, added in tokenizer.added_tokens_decoder.items() if added.rstrip]
         self.is_marked, self.reads_clock = bool(GENERATION.search(template)), self._template != template
         asked, (replied, other) = _user(PROBE[0][0]), (_assistant(reply) for _, reply in PROBE[:2])
         prompt, *whole = self._render([asked], add_generation_prompt=True), self._render([asked, replied])
@@ -86,11 +89,6 @@ class ChatRenderer:
 
     def tokens(self, chats: Sequence[Chat]) -> list[ChatTokens | UserError]:
         """Return conversations as tokens, in their order; UserErrors for those that the template cannot render."""
-        if self.is_marked:
-            try:
-                return self._marked(chats)
-            except UserError:  # of one of them
-                return [self._marked_alone(chat) for chat in chats]
         found = [self.text(chat) for chat in chats]
         encoded = self._encoded([one for one in found if isinstance(one, Rendered)])
         return [next(encoded) if isinstance(one, Rendered) else one for one in found]
@@ -99,6 +97,8 @@ class ChatRenderer:
         """Return a conversation as text, or why the template cannot render it."""
         chat = self._accepted(chat)
         try:
+            if self.is_marked:
+                return self._marked(chat)
             whole = self._render(chat.messages, chat.tools)
             between = None if chat.tools else self._between.get(chat.messages[0]["role"] == "system")
             replies = None if between is None else _plain_replies(whole, chat.messages, between)
@@ -115,6 +115,13 @@ class ChatRenderer:
             yield f"the chat template writes the time: these rows say {STARTED:%Y-%m-%d %H:%M}, later ones do not"
         if not self.takes_system and "system" in names:
             yield "the chat template refuses system turns: their text is put before the first question"
+
+    def _marked(self, chat: Chat) -> Rendered:
+        """Return what a template renders that marks what the assistant writes."""
+        given = {"tools": chat.tools, "chat_template": self._template, **self.tokenizer.special_tokens_map}
+        with told(self.tokenizer, *SAID):
+            texts, marked = render_jinja_template([chat.messages], return_assistant_tokens_mask=True, **given)
+        return Rendered(texts[0], marked[0])
 
     def _turn_by_turn(self, whole: str, chat: Chat) -> Rendered:
         """Compare what stands in the whole conversation with the prompt of each turn and its answer."""
@@ -137,41 +144,19 @@ class ChatRenderer:
         asked = {"add_special_tokens": False, "verbose": False, "return_attention_mask": False}
         found = self.tokenizer([one.text for one in texts], **asked) if texts else None
         for number, one in enumerate(texts):
-            ids = np.asarray(found["input_ids"][number], np.int32)
-            is_assistant = np.zeros(len(ids), bool)
+            encoding = found.encodings[number]
+            ids, offsets = np.asarray(encoding.ids, np.int32), np.asarray(encoding.offsets).reshape(-1, 2)
+            is_assistant, is_wide, is_eos = np.zeros(len(ids), bool), np.isin(ids, self._wide), np.isin(ids, self._eos)
             for start, end in one.replies:
-                tokens = (found.char_to_token(number, place) for place in range(start, end))
-                first = next((token for token in tokens if token is not None), None)
-                tokens = (found.char_to_token(number, place) for place in range(end - 1, start - 1, -1))
-                last = next((token for token in tokens if token is not None), None)
-                if first is not None:
-                    is_assistant[first : self._end(one.text, found, number, ids, last) + 1] = True
+                # Several tokens may hold one character. The token of a header may hold the white space behind it.
+                is_own = (offsets[:, 0] < end) & (offsets[:, 1] > start) & ~(is_wide & (offsets[:, 0] < start))
+                if is_own.any():
+                    first, last = np.flatnonzero(is_own)[[0, -1]]
+                    behind = last + np.flatnonzero(is_eos[last:])[:1]
+                    if len(behind) and not one.text[max(end, offsets[last, 1]) : offsets[behind[0], 0]].strip():
+                        last = behind[0]
+                    is_assistant[first : last + 1] = True
             yield ChatTokens(ids, is_assistant, one.unseen)
-
-    def _end(self, text: str, found: BatchEncoding, number: int, ids: np.ndarray, last: int) -> int:
-        """Return the last token of a reply: an end of text that follows, with at most white space between."""
-        for place in range(last + 1, len(ids)):
-            if ids[place] in self.eos_ids:
-                return place
-            span = found.token_to_chars(number, place)
-            if span is None or text[span.start : span.end].strip():
-                break
-        return last
-
-    def _marked(self, chats: Sequence[Chat]) -> list[ChatTokens]:
-        """Return what a template renders that marks what the assistant writes; UserError where one is refused."""
-        asked, results = {"tokenize": True, "return_dict": True, "return_assistant_tokens_mask": True}, []
-        for tools, group in groupby(map(self._accepted, chats), key=lambda chat: chat.tools):
-            found = self._render([chat.messages for chat in group], tools, **asked)
-            both = zip(found["input_ids"], found["assistant_masks"], strict=True)
-            results += [ChatTokens(np.asarray(ids, np.int32), np.asarray(mask, bool)) for ids, mask in both]
-        return results
-
-    def _marked_alone(self, chat: Chat) -> ChatTokens | UserError:
-        try:
-            return self._marked([chat])[0]
-        except UserError as error:
-            return error
 
     def _accepted(self, chat: Chat) -> Chat:
         """Return a conversation that begins with a user, where the template refuses system turns."""
@@ -201,9 +186,8 @@ class ChatRenderer:
         return between.pop() if len(between) == 1 else None
 
     def _render(self, messages: Messages, tools: list[dict] | None = None, **asked: object) -> str:
-        advice = "mend or remove the conversation, or mend the template"
         asked = {"tokenize": False, "tools": tools, "chat_template": self._template, **asked}
-        return rendered(self.tokenizer, messages, "a conversation", advice, **asked)
+        return rendered(self.tokenizer, messages, *SAID, **asked)
 
 
 def _plain_replies(whole: str, messages: Messages, between: str) -> list[tuple[int, int]] | None:
