@@ -88,9 +88,10 @@ class ChatRenderer:
         """Return conversations as tokens, in their order; UserErrors for those that the template cannot render."""
         if self.is_marked:
             try:
-                return self._marked(chats)
+                marked = self._marked(chats)
             except UserError:  # of one of them
-                return [self._marked_alone(chat) for chat in chats]
+                marked = [self._marked_alone(chat) for chat in chats]
+            return [self._unlearned_off(one, chat) for one, chat in zip(marked, chats, strict=True)]
         found = [self.text(chat) for chat in chats]
         encoded = self._encoded([one for one in found if isinstance(one, Rendered)])
         return [next(encoded) if isinstance(one, Rendered) else one for one in found]
@@ -102,7 +103,8 @@ class ChatRenderer:
             whole = self._render(chat.messages, chat.tools)
             between = None if chat.tools else self._between.get(chat.messages[0]["role"] == "system")
             replies = None if between is None else _plain_replies(whole, chat.messages, between)
-            return self._turn_by_turn(whole, chat) if replies is None else Rendered(whole, replies)
+            found = self._turn_by_turn(whole, chat) if replies is None else Rendered(whole, replies)
+            return self._learned(found, chat)
         except UserError as error:
             return error
 
@@ -115,6 +117,25 @@ class ChatRenderer:
             yield f"the chat template writes the time: these rows say {STARTED:%Y-%m-%d %H:%M}, later ones do not"
         if not self.takes_system and "system" in names:
             yield "the chat template refuses system turns: their text is put before the first question"
+
+    def _learned(self, found: Rendered, chat: Chat) -> Rendered:
+        """Return a conversation without the replies that are not to be learned."""
+        if not chat.unlearned:
+            return found
+        sizes = range(1, chat.replies + 1)  # how many replies are found up to each one
+        if found.unseen:
+            sizes = [len(self._turn_by_turn(found.text, part).replies) for part in chat.up_to_replies()]
+        dropped = chat.unlearned_parts(sizes)
+        return replace(found, replies=[one for number, one in enumerate(found.replies) if number not in dropped])
+
+    def _unlearned_off(self, found: ChatTokens | UserError, chat: Chat) -> ChatTokens | UserError:
+        """Return tokens of which the template marks stretches, without those of replies that are not to be learned."""
+        if isinstance(found, UserError) or not chat.unlearned:
+            return found
+        sizes = [int(_stretches(self._marked([part])[0].is_assistant).max()) for part in chat.up_to_replies()]
+        dropped = [number + 1 for number in chat.unlearned_parts(sizes)]
+        kept = found.is_assistant & ~np.isin(_stretches(found.is_assistant), dropped)
+        return replace(found, is_assistant=kept)
 
     def _turn_by_turn(self, whole: str, chat: Chat) -> Rendered:
         """Compare what stands in the whole conversation with the prompt of each turn and its answer."""
@@ -231,6 +252,11 @@ def _plain_replies(whole: str, messages: Messages, between: str) -> list[tuple[i
         cursor = begin + len(own)
         replies.append((start, cursor))
     return replies
+
+
+def _stretches(mask: np.ndarray) -> np.ndarray:
+    """Return for each token how many stretches of the mask have begun up to it."""
+    return np.cumsum(np.diff(mask.astype(np.int8), prepend=0) == 1)
 
 
 def _shared(texts: Sequence[str]) -> str:

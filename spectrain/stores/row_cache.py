@@ -36,7 +36,7 @@ from spectrain.terminal import stage
 log = logging.getLogger(__name__)
 
 ROWS = Path(HF_HOME, "spectrain", "rows")
-VERSION = 1  # of how rows are made
+VERSION = 2  # of how rows are made
 
 
 def corpus_rows(

@@ -151,7 +151,7 @@ BROKEN = {
     "no turn": ({"messages": [*turns("Hi"), None]}, "something else than turns with roles in 'messages'"),
     "calls": ({"messages": [{"role": "assistant", "tool_calls": 5}]}, "calls of tools that are no list"),
     "image": ({"messages": [{"role": "user", "content": [{"type": "image"}]}]}, "content that is no text"),
-    "number as turn": ({"messages": [{"role": "user", "content": 3}]}, "whose content is no text"),
+    "number as turn": ({"messages": [{"role": "user", "content": 3}]}, "a turn with content that is no text"),
     "call": ({"messages": [{"role": "assistant", "tool_calls": [{}]}]}, "a call of a tool without a name"),
     "schemas": ({"messages": turns("Hi"), "tools": "x"}, "tools that are no list"),
     "chosen": ({"chosen": "Ho", "rejected": "x"}, "a chosen reply without a prompt"),
