@@ -25,6 +25,7 @@ from transformers import BatchEncoding, PreTrainedTokenizerBase
 from spectrain.decoding.text import rendered
 from spectrain.errors import UserError
 from spectrain.stores.chats import Chat, Messages
+from spectrain.stores.known import THOUGHTS
 
 GENERATION = re.compile(r"\{%[-+]?\s*generation\s*[-+]?%\}")
 CLOCK = re.compile(r"\bstrftime_now\((['\"])(.*?)\1\)")
@@ -72,6 +73,8 @@ class ChatRenderer:
         self.tokenizer, template = tokenizer, tokenizer.get_chat_template()
         self._template = CLOCK.sub(lambda call: repr(STARTED.strftime(call[2])), template)
         self.eos_ids = {*eos_ids, tokenizer.eos_token_id} - {None}
+        names = (name for name in THOUGHTS if re.search(rf"['\".]{name}\b", template))
+        self._thoughts = next(names, THOUGHTS[0])  # how the template calls them
         self.is_marked, self.reads_clock = bool(GENERATION.search(template)), self._template != template
         asked, (replied, other) = _user(PROBE[0][0]), (_assistant(reply) for _, reply in PROBE[:2])
         prompt, *whole = self._render([asked], add_generation_prompt=True), self._render([asked, replied])
@@ -110,8 +113,8 @@ class ChatRenderer:
 
     def remarks(self, names: Iterable[str]) -> Iterator[str]:
         """Yield sentences on what a user should know who renders conversations with these roles and keys."""
-        for name in sorted(set(names) & {"tools", "tool_calls", "reasoning_content"}):
-            if name not in self._template:
+        for name in sorted(set(names) & {"tools", "tool_calls", THOUGHTS[0]}):
+            if name not in self._template and not (name == THOUGHTS[0] and self._thoughts in self._template):
                 yield f"the chat template does not write {name}: conversations are read without them"
         if self.reads_clock:
             yield f"the chat template writes the time: these rows say {STARTED:%Y-%m-%d %H:%M}, later ones do not"
@@ -195,7 +198,10 @@ class ChatRenderer:
             return error
 
     def _accepted(self, chat: Chat) -> Chat:
-        """Return a conversation that begins with a user, where the template refuses system turns."""
+        """Return a conversation as the template takes it: without system turns, with its name for thoughts."""
+        if self._thoughts != THOUGHTS[0]:
+            named = [{self._thoughts if key == THOUGHTS[0] else key: one[key] for key in one} for one in chat.messages]
+            chat = replace(chat, messages=named)
         first, *others = chat.messages
         if self.takes_system or first["role"] != "system" or not others or others[0]["role"] != "user":
             return chat

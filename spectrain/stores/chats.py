@@ -11,25 +11,19 @@ plain text. What fits none is refused.
 
 from __future__ import annotations
 
-import json
-import re
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from spectrain.errors import UserError
 from spectrain.stores import known
+from spectrain.stores.turns import Broken, clean, content_of, mark_of, message_of, parsed, role_of
 
-SURROGATE = re.compile("[\ud800-\udfff]")  # half a character: JSON can name it, UTF-8 and tokenizers cannot
 BROKEN_SHARE = 0.1  # of the rows of a source, above which it is refused
 SHOWN_BROKEN = 10  # rows that cannot be read are named
 SHOWN_IGNORED = 8  # fields, likewise
 
 Messages = list[dict]
-
-
-class Broken(ValueError):
-    """A row that cannot be read; the message says why, and is the same for all rows that fail alike."""
 
 
 @dataclass(frozen=True)
@@ -133,7 +127,7 @@ class Tally:
             shown = "; ".join(self.broken) + ("; .." if self.n_broken > len(self.broken) else "")
             parts.append(f"{self.n_broken:,} that cannot be read: {shown}")
         if self.ignored:
-            shown = [f"`{name}` in {count:,} rows" for name, count in self.ignored.most_common(SHOWN_IGNORED)]
+            shown = [f"{name} in {count:,} rows" for name, count in self.ignored.most_common(SHOWN_IGNORED)]
             more = len(self.ignored) - len(shown)
             parts.append(f"ignored: {', '.join(shown)}" + (f" and {more} more fields" if more else ""))
         return f"{self.source}: {', '.join(parts) or 'nothing'}"
@@ -185,7 +179,7 @@ def read_row(row: Mapping, fields: Sequence[str] = ()) -> Row:
     if row.keys() & {"role", "from"}:
         raise Broken("is a turn, where conversations are expected; give rows with a list of turns")
     if (column := next((name for name in known.TURNS if name in row), None)) is not None:
-        if _is_turns(turns := _parsed(row[column])):  # as JSON in a cell of a table
+        if _is_turns(turns := parsed(row[column])):  # as JSON in a cell of a table
             return _of_turns("conversations", turns, row, (column,))
         raise Broken(f"has something else than turns with roles in {column!r}")
     texts = [name for name, value in row.items() if isinstance(value, str)]
@@ -197,20 +191,6 @@ def read_row(row: Mapping, fields: Sequence[str] = ()) -> Row:
     raise Broken(
         f"has the columns {', '.join(given) or '(none)'}, which are those of no conversation, question or text"
     )
-
-
-def clean(text: str) -> str:
-    """Return a text without halves of characters."""
-    return SURROGATE.sub("\ufffd", text)
-
-
-def clean_all(value: object) -> object:
-    """Return a value with all its texts cleaned, without the nulls that Arrow puts for names that a row lacks."""
-    if isinstance(value, Mapping):
-        return {clean(key): clean_all(one) for key, one in value.items() if one is not None}
-    if isinstance(value, list):
-        return [clean_all(one) for one in value]
-    return clean(value) if isinstance(value, str) else value
 
 
 def plain_text(messages: Messages) -> str:
@@ -239,7 +219,7 @@ def _preferred(row: Mapping) -> tuple[list, list[str]]:
     chosen = [row["chosen"]] if isinstance(row["chosen"], Mapping) else row["chosen"]
     names = ("prompt", *known.TURNS, *(name for asked, _ in known.PAIRS.values() for name in asked))
     column = next((name for name in names if name in row), None)
-    if _is_turns(chosen) and (column is None or _role(chosen[0]) in ("user", "system")):
+    if _is_turns(chosen) and (column is None or role_of(chosen[0]) in ("user", "system")):
         return chosen, ["prompt"]
     if column is None:
         raise Broken("has a chosen reply without a prompt")
@@ -264,14 +244,14 @@ def _question(row: Mapping, column: str) -> tuple[list, list[str]]:
 
 def _history(value: object) -> list:
     """Return earlier turns: as they are, pairs of a question and its reply, or texts in turns."""
-    history = _parsed(value)
+    history = parsed(value)
     if not history or _is_turns(history):
         return history or []
     if isinstance(history, list) and all(isinstance(pair, list | tuple) and len(pair) == 2 for pair in history):
-        history = [text for pair in history for text in pair]
+        history = [text or "" for pair in history for text in pair]
     if not _is_texts(history):
         raise Broken("has a history that is no list of pairs of a question and its reply")
-    return _alternating(history)
+    return [turn for turn in _alternating(history) if turn["content"].strip()]
 
 
 def _replies(row: Mapping, column: str | None) -> list:
@@ -311,13 +291,6 @@ def _is_texts(value: object) -> bool:
     return isinstance(value, list) and bool(value) and all(isinstance(text, str) for text in value)
 
 
-def _role(turn: Mapping) -> str:
-    name = turn.get("role") or turn.get("from")
-    if not isinstance(name, str) or name not in known.ROLES:
-        raise Broken(f"has a turn of {name!r}; roles are {', '.join(known.ROLES)}")
-    return known.ROLES[name]
-
-
 def _of_turns(kind: str, turns: Sequence[Mapping] | None, row: Mapping, used: Collection[str | None]) -> Row:
     """Return the conversation of turns in any of the shapes; see `Chat`. `used` are the columns that they are from.
 
@@ -330,7 +303,7 @@ def _of_turns(kind: str, turns: Sequence[Mapping] | None, row: Mapping, used: Co
     for turn in turns or ():
         message = message_of(turn)
         role, last = message["role"], messages[-1] if messages else {"role": None}
-        is_off, unread = _marks(turn, role)
+        is_off, unread = mark_of(turn, role)
         ignored += unread
         if role == "assistant" and not any(one["role"] == "user" for one in messages):
             mended.append("without the reply that it began with")
@@ -339,7 +312,7 @@ def _of_turns(kind: str, turns: Sequence[Mapping] | None, row: Mapping, used: Co
                 mended.append("cut at an empty turn")
                 break
         elif _is_one_turn(last, message) and (role != "assistant" or is_off == are_off[-1]):
-            if role != "system" or message != last:
+            if role != "system" or message["content"].strip() not in last["content"]:
                 texts = filter(None, (last["content"], message["content"]))
                 messages[-1] = {**last, **message, "content": "\n\n".join(texts)}
                 mended.append("with neighbouring turns of one speaker joined")
@@ -350,8 +323,7 @@ def _of_turns(kind: str, turns: Sequence[Mapping] | None, row: Mapping, used: Co
     marks = {name: known.is_off(name, row.get(name)) for name in (*known.LABELS, *known.MARKS) if name not in used}
     rejected_by = next((name for name, is_off in marks.items() if is_off), "")
     read = {*used, *known.SYSTEM, *known.TOOLS, *(name for name, is_off in marks.items() if is_off is not None)}
-    said = [message["content"] for message in messages]
-    ignored = [*(name for name in known.unread(row, read) if row[name] not in said), *ignored]
+    ignored = known.unread(row, read, [message["content"] for message in messages]) + ignored
     return Row(kind, chat, "", tuple(dict.fromkeys(mended)), rejected_by, tuple(dict.fromkeys(ignored)))
 
 
@@ -362,85 +334,16 @@ def _is_one_turn(last: Mapping, message: Mapping) -> bool:
     return all(last[key] == message[key] for key in last.keys() & message.keys() - {"content"})
 
 
-def _marks(turn: Mapping, role: str) -> tuple[bool, list[str]]:
-    """Return whether a turn is marked as not to be learned, and which of its fields are ignored."""
-    turn = {key: value for key, value in turn.items() if value is not None}
-    marks = {name: known.is_off(name, turn[name]) for name in known.MARKS if name in turn}
-    thoughts = (name for name in known.THOUGHTS if isinstance(turn.get(name), str))
-    read = {*known.SPEAKER, *known.CONTENT, *known.CALLS, *known.KEPT, *thoughts, *marks}
-    ignored = [f"{name} of turns" for name in known.unread(turn, read)]
-    if ignored and not turn.keys() & {*known.CONTENT, *known.CALLS, *known.THOUGHTS}:
-        raise Broken(f"has a turn without content, but with {', '.join(turn)}")
-    if role != "assistant":
-        return False, ignored + [f"{name} of users" for name, is_off in marks.items() if is_off is False]
-    if any(turn.get(name) for name in known.PARTIAL):
-        raise Broken("has a turn of which only a part is to be learned (train_detail); give train: true or false")
-    if (name := next((name for name, is_off in marks.items() if is_off is None), None)) is not None:
-        raise Broken(f"has a turn with the {name} {turn[name]!r}; give 0 or 1, or true or false")
-    return any(marks.values()), ignored
-
-
 def _system(row: Mapping) -> Messages:
     """Return the message of the columns that say what the system says."""
-    texts = [_content(row[name], repr(name)) for name in known.SYSTEM if row.get(name)]
+    texts = [content_of(row[name], repr(name)) for name in known.SYSTEM if row.get(name)]
     text = "\n\n".join(dict.fromkeys(text for text in texts if text.strip()))
     return [{"role": "system", "content": text}] if text else []
 
 
-def _content(value: object, name: str) -> str:
-    """Return the text of a content: a text, or parts that each hold one."""
-    value = value.get("parts", [value]) if isinstance(value, Mapping) else value
-    if isinstance(value, list):
-        if not all(isinstance(part, Mapping) and isinstance(part.get("text"), str) for part in value):
-            raise Broken(f"has {name} that is no text")
-        value = "".join(part["text"] for part in value)
-    if not isinstance(value, str):
-        raise Broken(f"has {name} that is no text")
-    return clean(value)
-
-
-def message_of(turn: Mapping) -> dict:
-    """Return a turn in OpenAI's shape, without keys that have no value."""
-    turn = {key: value for key, value in turn.items() if value is not None}
-    name = turn.get("role") or turn.get("from")
-    role, content = _role(turn), next((turn[key] for key in known.CONTENT if key in turn), "")
-    content = _content(content, "a turn with content")
-    more = {key: turn[key] for key in known.KEPT if key in turn}
-    calls = turn.get("tool_calls") or [turn[name] for name in ("function_call",) if name in turn]
-    if name in known.CALL_ROLES:
-        found = _parsed(content)
-        calls, content = found if isinstance(found, list) else [found], ""
-    if not isinstance(calls, list):
-        raise Broken("has calls of tools that are no list")
-    if calls:
-        more["tool_calls"] = [_call(call) for call in calls]
-    thoughts = [clean(turn[key]) for key in known.THOUGHTS if isinstance(turn.get(key), str)]
-    if thoughts:
-        more["reasoning_content"] = "\n\n".join(dict.fromkeys(thoughts))
-    return {"role": role, "content": content if content.strip() else "", **more}
-
-
-def _call(call: object) -> dict:
-    """Return a call of a tool whose arguments are an object, which OpenAI sends as text and templates write as JSON."""
-    function = call.get("function", call) if isinstance(call, Mapping) else None
-    if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
-        raise Broken("has a call of a tool without a name")
-    given = {key: value for key, value in function.items() if value is not None}
-    called = {"id": call["id"]} if call.get("id") is not None else {}
-    return {**called, "type": "function", "function": {**given, "arguments": _parsed(function.get("arguments")) or {}}}
-
-
 def _tools(row: Mapping) -> list[dict] | None:
-    tools, functions = (_parsed(row.get(name)) for name in known.TOOLS)
+    tools, functions = (parsed(row.get(name)) for name in known.TOOLS)
     for found in (tools, functions):
         if found and not (isinstance(found, list) and all(isinstance(tool, Mapping) for tool in found)):
             raise Broken("has tools that are no list of JSON schemas")
     return [*(tools or ()), *({"type": "function", "function": one} for one in functions or ())] or None
-
-
-def _parsed(value: object) -> object:
-    """Return what a text holds as JSON; what is none stays as it is."""
-    try:
-        return clean_all(json.loads(value) if isinstance(value, str) and value.strip() else value or None)
-    except (ValueError, RecursionError):
-        return clean_all(value)

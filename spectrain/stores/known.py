@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Container, Iterator, Mapping
+from collections.abc import Container, Iterable, Mapping
 
 CALL_ROLES = ("function_call", "tool_call")  # whose text is a call of a tool, as LLaMA-Factory and ms-swift write it
 ROLES = {
@@ -19,8 +19,8 @@ TURNS = ("messages", "conversations", "conversation")  # usual names of columns 
 ALTERNATING = ("data", "dialog", "dialogue", *TURNS)  # columns of texts, a user's and an assistant's in turns
 PAIRS = {  # kinds of rows in single texts: columns of the question and of the reply
     "instructions": (("instruction",), ("output", "response")),
-    "prompts": (("prompt", "input"), ("completion", "response", "answer", "canonical_solution", "output")),
-    "questions": (("question", "query", "problem"), ("answer", "response", "solution")),
+    "prompts": (("prompt",), ("completion", "response", "answer", "canonical_solution")),
+    "questions": (("question", "query", "problem", "input"), ("answer", "response", "solution", "output")),
 }
 BESIDE = ("input", "context")  # what belongs to a question, below it
 TEXTS = ("text", "content", "article", "document")  # columns of plain text, beside which others may stand
@@ -28,7 +28,7 @@ SYSTEM = ("system", "system_prompt", "system_message", "system_instruction", "sy
 TOOLS = ("tools", "functions")  # as JSON schemas; the second are OpenAI's older ones, without a type
 HISTORY = ("history",)  # earlier turns of a question, in LLaMA-Factory and ms-swift
 LABELS = ("label", "kto_tag")  # false: a reply that was rejected, in TRL and LLaMA-Factory
-PREFERENCES = ("chosen", "rejected", "rejected_response")
+PREFERENCES = ("chosen", "rejected")
 MEDIA = ("image", "images", "video", "videos", "audio", "audios")
 
 OF_PAIRS = {*BESIDE, *SYSTEM, *HISTORY, *(name for both in PAIRS.values() for names in both for name in names)}
@@ -41,6 +41,7 @@ CALLS = ("tool_calls", "function_call")
 THOUGHTS = ("reasoning_content", "thinking", "reasoning")  # names by which rows and templates call them
 ROW_THOUGHTS = THOUGHTS[:2]  # of a reply in a column of its own; beside it `reasoning` is often "on" or "off"
 KEPT = ("tool_call_id", "name")  # of a turn, as they are
+OF_TURNS = {*SPEAKER, *CONTENT, *CALLS, *THOUGHTS, *KEPT}
 PARTIAL = ("train_detail",)  # axolotl's, of stretches of a turn
 
 # Of both: whether something is learned, as OpenAI (weight), axolotl (train), ms-swift (loss) and others write it.
@@ -67,8 +68,8 @@ def is_off(name: str, value: object) -> bool | None:
     return None if value not in (0, 1) else bool(value) == (name in HIDING)
 
 
-def unread(fields: Mapping, read: Container[str]) -> Iterator[str]:
-    """Yield the names of fields that hold something which is neither read nor metadata."""
-    for name, value in fields.items():
-        if name not in read and value not in (None, "", [], {}) and not _METADATA.fullmatch(str(name)):
-            yield name
+def unread(fields: Mapping, read: Container[str], said: Iterable[str] = ()) -> list[str]:
+    """Return the names of fields that hold something which is neither read, nor said elsewhere, nor metadata."""
+    nothing = (None, "", [], {}, *said)
+    names = (name for name, value in fields.items() if name not in read and value not in nothing)
+    return [f"`{name}`" for name in names if not _METADATA.fullmatch(str(name))]

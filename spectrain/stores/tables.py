@@ -159,9 +159,9 @@ def _csv(file: Path, name: str, columns: Sequence[str]) -> Rows:
         begin = text.read(PROBED_CHARACTERS)
     signs = "\t,;|" if suffix_of(file) == ".tsv" else ",;\t|"
     headers = {sign: next(csv.reader(io.StringIO(begin, newline=""), delimiter=sign), []) for sign in signs}
-    names = {sign: [cell.strip() for cell in header] for sign, header in headers.items()}
     # What separates columns is what gives the header the most names that we know, or else the most names.
-    sign = max(signs, key=lambda sign: (len(known.COLUMNS.intersection(names[sign])), len(names[sign])))
+    known_names = {sign: known.COLUMNS.intersection(map(str.strip, header)) for sign, header in headers.items()}
+    sign = max(signs, key=lambda sign: (len(known_names[sign]), len(headers[sign])))
     is_spaced = all(cell.startswith(" ") for cell in headers[sign][1:])
     with opened(file) as content, io.TextIOWrapper(content, encoding="utf-8-sig", newline="") as text:
         rows = csv.DictReader(text, delimiter=sign, skipinitialspace=is_spaced)

@@ -71,9 +71,7 @@ class Document:
         """Return what is equal for equal documents."""
         if self.tokens is not None:
             return self.tokens.tobytes()
-        if self.chat is None:
-            return self.text.encode()
-        return json.dumps([self.chat.messages, self.chat.tools, *self.chat.unlearned]).encode()
+        return (self.text if self.chat is None else json.dumps([*vars(self.chat).values()])).encode()
 
 
 def read_documents(
