@@ -51,14 +51,13 @@ OF_CONVERSATIONS = (*SYSTEM, *TOOLS, *LABELS, *MARKS)  # columns that are read b
 
 # Names, also as the end of a longer one (prompt_id), of what says where a row is from or how it was judged.
 METADATA = (
-    *("id", "ids", "idx", "index", "uuid", "hash", "key", "source", "origin", "url", "uri", "link", "path", "file"),
-    *("language", "lang", "locale", "country", "timestamp", "date", "time", "created", "at", "version", "license"),
-    *("model", "model_name", "generator", "author", "title", "topic", "category", "categories", "domain", "tag"),
-    *("tags", "type", "dataset", "split", "subset", "difficulty", "score", "scores", "rating"),
-    *("ratings", "rank", "quality", "count", "tokens", "length", "turn", "turns", "identifier", "ip", "toxic"),
-    *("redacted", "moderation", "margin", "reference", "test", "test_list", "entry_point", "annotations"),
+    "id ids idx index n number uuid hash key source origin url uri link path file language lang locale country "
+    "timestamp date time created at version license model model_name generator author title topic category categories "
+    "domain tag tags type dataset split subset difficulty score scores rating ratings rank quality count tokens "
+    "length turn turns identifier ip toxic redacted moderation margin reference test test_list entry_point "
+    "annotations"
 )
-_METADATA = re.compile(rf"(.*_)?({'|'.join(METADATA)})|(score|num|n)_.*", re.IGNORECASE)
+_METADATA = re.compile(rf"(.*_)?({METADATA.replace(' ', '|')})|(score|num|n)_.*", re.IGNORECASE)
 
 
 def is_off(name: str, value: object) -> bool | None:

@@ -57,7 +57,7 @@ def message_of(turn: Mapping) -> dict:
 def mark_of(turn: Mapping, role: str) -> tuple[bool, list[str]]:
     """Return whether a turn is marked as not to be learned, and which of its fields are ignored."""
     marks = {name: known.is_off(name, turn[name]) for name in known.MARKS if turn.get(name) is not None}
-    ignored = [f"{name} of turns" for name in known.unread(turn, {*known.OF_TURNS, *marks})]
+    ignored = [f"{name} of turns" for name in known.unread(turn, known.OF_TURNS | marks.keys())]
     if ignored and not turn.keys() & known.OF_TURNS - {*known.SPEAKER}:
         raise Broken(f"has a turn without content, but with {', '.join(turn)}")
     if role != "assistant":

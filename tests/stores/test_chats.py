@@ -160,7 +160,8 @@ def test_marks_of_turns_are_those_of_the_replies_that_they_stand_at():
         assert (found.chat.messages, found.chat.unlearned) == (said, unlearned)
         assert found.chat.answered() == found.chat
     bad, good = ({"role": "assistant", "content": text, "weight": text == "good"} for text in ("bad", "good"))
-    assert read_row({"messages": [*turns("Hi"), bad, good]}).chat.unlearned == (0,)  # not joined
+    mixed = read_row({"messages": [*turns("Hi"), bad, good]}).chat
+    assert (mixed.replies, mixed.unlearned) == (2, (0,))
     both = read_row({"messages": [{**said[0], "name": "a"}, {**said[0], "name": "b"}, *said[1:2]]}).chat.messages
     assert [message.get("name") for message in both] == ["a", "b", None]
 

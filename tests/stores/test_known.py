@@ -107,7 +107,7 @@ def test_all_fields_that_are_read_have_been_tried():
 
 
 def test_every_other_field_is_named_once_and_metadata_is_not(packed):
-    metadata = {name: "x" for word in known.METADATA for name in (word, f"prompt_{word}", word.upper())}
+    metadata = {name: "x" for word in known.METADATA.split() for name in (word, f"prompt_{word}", word.upper())}
     rows = [pair(**metadata, persona="S", examples=[1], loss=0.5, empty="", prompted="Hi")] * 3
     turned = {"messages": [{**ASKED, "mood": "x", "train": True}, {**REPLIED, "label": "y", "id": 1}], "style": "z"}
     found, said = packed(*rows, turned, {"text": "a", "system": "S", "label": 0})
@@ -148,5 +148,5 @@ def test_the_table_of_the_docs_is_that_of_the_code():
     assert found == [
         *(known.SYSTEM, known.TOOLS, known.HISTORY, known.BESIDE, known.LABELS, known.ROW_THOUGHTS),
         *(known.CALLS, known.THOUGHTS, known.KEPT, visible, known.HIDING),
-        *(known.MEDIA, known.PARTIAL, known.METADATA, ()),
+        *(known.MEDIA, known.PARTIAL, tuple(known.METADATA.split()), ()),
     ]
