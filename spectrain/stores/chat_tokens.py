@@ -17,6 +17,7 @@ import re
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from datetime import datetime
+from functools import partial
 from itertools import pairwise, takewhile
 
 import numpy as np
@@ -26,6 +27,7 @@ from transformers.utils.chat_template_utils import render_jinja_template
 from spectrain.decoding.text import rendered, told
 from spectrain.errors import UserError
 from spectrain.stores.chats import Chat, Messages
+from spectrain.stores.known import THOUGHTS
 
 GENERATION = re.compile(r"\{%[-+]?\s*generation\s*[-+]?%\}")
 CLOCK = re.compile(r"\bstrftime_now\((['\"])(.*?)\1\)")
@@ -98,23 +100,35 @@ class ChatRenderer:
         chat = self._accepted(chat)
         try:
             if self.is_marked:
-                return self._marked(chat)
+                return self._learned(self._marked(chat), chat)
             whole = self._render(chat.messages, chat.tools)
             between = None if chat.tools else self._between.get(chat.messages[0]["role"] == "system")
             replies = None if between is None else _plain_replies(whole, chat.messages, between)
-            return self._turn_by_turn(whole, chat) if replies is None else Rendered(whole, replies)
+            found = self._turn_by_turn(whole, chat) if replies is None else Rendered(whole, replies)
+            return self._learned(found, chat)
         except UserError as error:
             return error
 
     def remarks(self, names: Iterable[str]) -> Iterator[str]:
         """Yield sentences on what a user should know who renders conversations with these roles and keys."""
-        for name in sorted(set(names) & {"tools", "tool_calls", "reasoning_content"}):
-            if name not in self._template:
+        for name in sorted(set(names) & {"tools", "tool_calls", THOUGHTS[0]}):
+            if not any(one in self._template for one in (THOUGHTS if name == THOUGHTS[0] else [name])):
                 yield f"the chat template does not write {name}: conversations are read without them"
         if self.reads_clock:
             yield f"the chat template writes the time: these rows say {STARTED:%Y-%m-%d %H:%M}, later ones do not"
         if not self.takes_system and "system" in names:
             yield "the chat template refuses system turns: their text is put before the first question"
+
+    def _learned(self, found: Rendered, chat: Chat) -> Rendered:
+        """Return a conversation without the replies that are not to be learned."""
+        if not chat.unlearned:
+            return found
+        sizes = range(1, chat.replies + 1)  # how many stretches are found up to each reply
+        if self.is_marked or found.unseen:
+            again = self._marked if self.is_marked else partial(self._turn_by_turn, found.text)
+            sizes = [len(again(part).replies) for part in chat.up_to_replies()]
+        dropped = chat.unlearned_parts(sizes)
+        return replace(found, replies=[one for number, one in enumerate(found.replies) if number not in dropped])
 
     def _marked(self, chat: Chat) -> Rendered:
         """Return what a template renders that marks what the assistant writes."""
@@ -159,7 +173,11 @@ class ChatRenderer:
             yield ChatTokens(ids, is_assistant, one.unseen)
 
     def _accepted(self, chat: Chat) -> Chat:
-        """Return a conversation that begins with a user, where the template refuses system turns."""
+        """Return a conversation as the template takes it: without system turns, with thoughts under all their names."""
+        named = (
+            {**dict.fromkeys(THOUGHTS, one[THOUGHTS[0]]), **one} if THOUGHTS[0] in one else one for one in chat.messages
+        )
+        chat = replace(chat, messages=list(named))
         first, *others = chat.messages
         if self.takes_system or first["role"] != "system" or not others or others[0]["role"] != "user":
             return chat

@@ -11,39 +11,19 @@ plain text. What fits none is refused.
 
 from __future__ import annotations
 
-import json
-import re
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from spectrain.errors import UserError
+from spectrain.stores import known
+from spectrain.stores.turns import Broken, clean, content_of, mark_of, message_of, parsed, role_of
 
-ROLES = {
-    **dict.fromkeys(("system", "developer"), "system"),
-    **dict.fromkeys(("user", "human", "prompter"), "user"),
-    **dict.fromkeys(("assistant", "gpt", "chatgpt", "bing", "bard", "model", "function_call"), "assistant"),
-    **dict.fromkeys(("tool", "function", "observation", "function_response"), "tool"),
-}
-TURNS = dict.fromkeys(("messages", "conversations", "conversation"))  # usual names of columns of turns, in order
-ALTERNATING = ("data", "dialog", "dialogue", *TURNS)  # columns of texts, a user's and an assistant's in turns
-PAIRS = {  # kinds of rows in single texts: columns of the question, what belongs to it, and the reply
-    "instructions": (("instruction",), ("input", "context"), ("output", "response")),
-    "prompts": (("prompt",), (), ("completion", "response", "answer", "canonical_solution")),
-    "questions": (("question", "query", "problem"), (), ("answer", "response", "solution")),
-}
-TEXTS = ("text", "content", "article", "document")  # columns of plain text, beside which others may stand
-KEPT = ("tool_calls", "tool_call_id", "name", "reasoning_content")  # of a turn, besides its role and its content
-CALL_ROLES = ("function_call",)  # whose text is a call of a tool, as LLaMA-Factory writes it
-SURROGATE = re.compile("[\ud800-\udfff]")  # half a character: JSON can name it, UTF-8 and tokenizers cannot
 BROKEN_SHARE = 0.1  # of the rows of a source, above which it is refused
 SHOWN_BROKEN = 10  # rows that cannot be read are named
+SHOWN_IGNORED = 8  # fields, likewise
 
 Messages = list[dict]
-
-
-class Broken(ValueError):
-    """A row that cannot be read; the message says why, and is the same for all rows that fail alike."""
 
 
 @dataclass(frozen=True)
@@ -57,16 +37,26 @@ class Chat:
 
     messages: Messages
     tools: list[dict] | None = None  # what the assistant may call, as JSON schemas
+    unlearned: tuple[int, ...] = ()  # turns of the assistant, from 0, that are context alone
 
     @property
     def replies(self) -> int:
         """Turns of the assistant."""
         return sum(message["role"] == "assistant" for message in self.messages)
 
+    def up_to_replies(self) -> list[Chat]:
+        """Return the conversation up to each of its replies."""
+        ends = [number for number, message in enumerate(self.messages, start=1) if message["role"] == "assistant"]
+        return [replace(self, messages=self.messages[:end]) for end in ends]
+
     def answered(self) -> Chat | None:
         """Return the conversation up to its last reply; None: it has none."""
-        ends = [number for number, message in enumerate(self.messages, start=1) if message["role"] == "assistant"]
-        return replace(self, messages=self.messages[: ends[-1]]) if ends else None
+        parts = self.up_to_replies()
+        return parts[-1] if parts else None
+
+    def unlearned_parts(self, sizes: Sequence[int]) -> set[int]:
+        """Return which parts belong to replies that are not learned, of as many as `sizes` says up to each reply."""
+        return {part for k in self.unlearned for part in range(sizes[k - 1] if k else 0, sizes[k])}
 
 
 @dataclass(frozen=True)
@@ -77,6 +67,8 @@ class Row:
     chat: Chat | None = None
     text: str = ""
     mended: tuple[str, ...] = ()  # what was done to make a conversation of its turns
+    rejected_by: str = ""  # the field that says that no reply of it is to be learned
+    ignored: tuple[str, ...] = ()  # fields that are neither read nor metadata
 
 
 @dataclass
@@ -87,6 +79,8 @@ class Tally:
     advice: str = "mend or remove what cannot be read"  # where too much cannot
     kinds: Counter = field(default_factory=Counter)  # rows that were taken
     replies: int = 0  # turns of assistants in them
+    unlearned: int = 0  # of these, those that the rows mark as not to be learned
+    ignored: Counter = field(default_factory=Counter)  # fields, by the number of rows that have them
     mended: Counter = field(default_factory=Counter)  # conversations that were changed, by what was done
     skipped: Counter = field(default_factory=Counter)  # rows and files that were left out, by the reason
     broken: list[str] = field(default_factory=list)  # of the rows that cannot be read, the first ones and why
@@ -103,6 +97,7 @@ class Tally:
         self.mended.update(row.mended)
         if row.chat is not None:
             self.replies += row.chat.replies
+            self.unlearned += len(row.chat.unlearned)
 
     def refuse(self, where: str, reason: str) -> None:
         """Count a row that cannot be read; UserError where these are too many to be slips."""
@@ -124,18 +119,24 @@ class Tally:
         mended = f" (of which {_counted(self.mended)})" if self.mended else ""
         parts = [f"{_counted(self.kinds)}{mended}"] if self.kinds else []
         if self.replies:
-            parts.append(f"{self.replies:,} assistant turns")
+            marked = f" (of which {self.unlearned:,} are marked as not to be learned)" if self.unlearned else ""
+            parts.append(f"{self.replies:,} assistant turns{marked}")
         if self.skipped:
             parts.append(f"{self.skipped.total():,} skipped: {_counted(self.skipped)}")
         if self.n_broken:
             shown = "; ".join(self.broken) + ("; .." if self.n_broken > len(self.broken) else "")
             parts.append(f"{self.n_broken:,} that cannot be read: {shown}")
+        if self.ignored:
+            shown = [f"{name} in {count:,} rows" for name, count in self.ignored.most_common(SHOWN_IGNORED)]
+            more = len(self.ignored) - len(shown)
+            parts.append(f"ignored: {', '.join(shown)}" + (f" and {more} more fields" if more else ""))
         return f"{self.source}: {', '.join(parts) or 'nothing'}"
 
     @property
     def is_remarkable(self) -> bool:
         """Whether there is more to say than that files of text were read, some of them empty."""
-        return bool(self.kinds.keys() - {"files"} or self.skipped.keys() - {"empty", "not UTF-8"} or self.n_broken)
+        said = self.kinds.keys() - {"files"} or self.skipped.keys() - {"empty", "not UTF-8"}
+        return bool(said or self.n_broken or self.ignored)
 
 
 def _counted(counts: Counter) -> str:
@@ -156,58 +157,40 @@ def read_row(row: Mapping, fields: Sequence[str] = ()) -> Row:
         return _of_fields(row, fields)
     given, row = row, {name: value for name, value in row.items() if value is not None}
     if "chosen" in row and "rejected" in row:
-        return _of_turns("preferences", _preferred(row), row)
+        turns, used = _preferred(row)
+        return _of_turns("preferences", turns, row, (*used, *known.PREFERENCES))
     if (column := _column_of_turns(row)) is not None:
-        return _of_turns("conversations", row[column], row)
-    if (column := next((name for name in ALTERNATING if _is_texts(row.get(name))), None)) is not None:
-        turns = [{"role": ("user", "assistant")[i % 2], "content": text} for i, text in enumerate(row[column])]
-        return _of_turns("conversations", turns, row)
+        return _of_turns("conversations", row[column], row, (column,))
+    if (column := next((name for name in known.ALTERNATING if _is_texts(row.get(name))), None)) is not None:
+        return _of_turns("conversations", _alternating(row[column]), row, (column,))
     if isinstance(row.get("turns"), list):  # Spec-Bench's, which are asked one after the other
         if not row["turns"] or not all(isinstance(turn, str) and turn.strip() for turn in row["turns"]):
             raise Broken("has an empty turn, or none")
-        return Row("questions", Chat([{"role": "user", "content": clean(turn)} for turn in row["turns"]]))
-    for kind, (asked, beside, answered) in PAIRS.items():
-        column = next((name for name in asked if name in row), None)
-        reply = next((row[name] for name in answered if name in row), None)
-        if column is None or (reply is None and row.keys() & set(TEXTS)):
+        others = _of_turns("questions", [], row, ("turns",))
+        asked = [{"role": "user", "content": clean(turn)} for turn in row["turns"]]
+        return replace(others, chat=replace(others.chat, messages=others.chat.messages + asked))
+    for kind, (asked, answered) in known.PAIRS.items():
+        reply = next((name for name in answered if name in row), None)
+        column = next((name for name in asked if name in row and (name != "input" or reply)), None)
+        if column is None or (reply is None and row.keys() & set(known.TEXTS)):
             continue
-        question = row[column]
-        if _is_turns(question):  # as in conversational prompt-completion sets
-            return _of_turns(kind, [*question, *_as_turns(reply, "assistant")], row)
-        more = [row[name] for name in beside if row.get(name)]
-        if not all(isinstance(part, str) for part in (question, *more)):
-            raise Broken(f"has no text as {column!r}")
-        text = "\n".join(part for part in (question, *more) if part.strip())
-        return _of_turns(kind, [*_as_turns(text, "user"), *_as_turns(reply, "assistant")], row)
+        turns, used = _question(row, column)
+        return _of_turns(kind, turns + _replies(row, reply), row, (*used, reply, *known.ROW_THOUGHTS))
     if row.keys() & {"role", "from"}:
         raise Broken("is a turn, where conversations are expected; give rows with a list of turns")
-    if (column := next((name for name in TURNS if name in row), None)) is not None:
-        if _is_turns(turns := _parsed(row[column])):  # as JSON in a cell of a table
-            return _of_turns("conversations", turns, row)
+    if (column := next((name for name in known.TURNS if name in row), None)) is not None:
+        if _is_turns(turns := parsed(row[column])):  # as JSON in a cell of a table
+            return _of_turns("conversations", turns, row, (column,))
         raise Broken(f"has something else than turns with roles in {column!r}")
     texts = [name for name, value in row.items() if isinstance(value, str)]
-    column = next((name for name in TEXTS if name in texts), texts[0] if len(row) == len(texts) == 1 else None)
+    column = next((name for name in known.TEXTS if name in texts), texts[0] if len(row) == len(texts) == 1 else None)
     if column is not None:
-        return Row("texts", text=clean(row[column]))
-    if given.keys() & TURNS.keys():  # of null
+        return Row("texts", text=clean(row[column]), ignored=tuple(known.unread(row, (column,))))
+    if given.keys() & set(known.TURNS):  # of null
         return Row("conversations", Chat([]))
     raise Broken(
         f"has the columns {', '.join(given) or '(none)'}, which are those of no conversation, question or text"
     )
-
-
-def clean(text: str) -> str:
-    """Return a text without halves of characters."""
-    return SURROGATE.sub("\ufffd", text)
-
-
-def clean_all(value: object) -> object:
-    """Return a value with all its texts cleaned, without the nulls that Arrow puts for names that a row lacks."""
-    if isinstance(value, Mapping):
-        return {clean(key): clean_all(one) for key, one in value.items() if one is not None}
-    if isinstance(value, list):
-        return [clean_all(one) for one in value]
-    return clean(value) if isinstance(value, str) else value
 
 
 def plain_text(messages: Messages) -> str:
@@ -222,7 +205,7 @@ def _of_fields(row: Mapping, fields: Sequence[str]) -> Row:
             raise Broken(f"has no column {name!r} ({', '.join(row)})")
         value = row[name]
         if len(fields) == 1 and _is_turns(value):
-            return _of_turns("conversations", value, row)
+            return _of_turns("conversations", value, row, row.keys() - known.OF_CONVERSATIONS)
         parts = value if isinstance(value, list) else [value]
         parts = [part.get("content") if isinstance(part, Mapping) else part for part in parts]
         if not all(part is None or isinstance(part, str) for part in parts):
@@ -231,15 +214,55 @@ def _of_fields(row: Mapping, fields: Sequence[str]) -> Row:
     return Row("texts", text=clean("\n\n".join(text for text in texts if text)))
 
 
-def _preferred(row: Mapping) -> list:
-    """Return the turns of a preference pair's prompt and its chosen reply."""
-    chosen, prompt = row["chosen"], row.get("prompt", next((row[name] for name in TURNS if name in row), None))
-    chosen = [chosen] if isinstance(chosen, Mapping) else chosen
-    if _is_turns(chosen) and (prompt is None or _role(chosen[0]) in ("user", "system")):
-        return chosen
-    if prompt is None:
+def _preferred(row: Mapping) -> tuple[list, list[str]]:
+    """Return the turns of a preference pair's prompt and its chosen reply, and the columns that say them."""
+    chosen = [row["chosen"]] if isinstance(row["chosen"], Mapping) else row["chosen"]
+    names = ("prompt", *known.TURNS, *(name for asked, _ in known.PAIRS.values() for name in asked))
+    column = next((name for name in names if name in row), None)
+    if _is_turns(chosen) and (column is None or role_of(chosen[0]) in ("user", "system")):
+        return chosen, ["prompt"]
+    if column is None:
         raise Broken("has a chosen reply without a prompt")
-    return [*_as_turns(prompt, "user"), *_as_turns(chosen, "assistant")]
+    asked, used = _question(row, column)
+    return [*asked, *_as_turns(chosen, "assistant")], used
+
+
+def _question(row: Mapping, column: str) -> tuple[list, list[str]]:
+    """Return the turns up to a question, and the columns that say them."""
+    question, beside = row[column], [name for name in known.BESIDE if row.get(name) and name != column]
+    earlier = _history(row.get("history"))
+    if _is_turns(question):  # as in conversational prompt-completion sets
+        return [*earlier, *question], [column, "history"]
+    texts = []
+    for name in (column, *beside):
+        texts += row[name] if _is_texts(row[name]) and name != column else [row[name]]
+        if not isinstance(texts[-1], str):
+            raise Broken(f"has no text as {name!r}")
+    text = "\n".join(part for part in texts if part.strip())
+    return [*earlier, *_as_turns(text, "user")], [column, *beside, "history"]
+
+
+def _history(value: object) -> list:
+    """Return earlier turns: as they are, pairs of a question and its reply, or texts in turns."""
+    history = parsed(value)
+    if not history or _is_turns(history):
+        return history or []
+    if isinstance(history, list) and all(isinstance(pair, list | tuple) and len(pair) == 2 for pair in history):
+        history = [text or "" for pair in history for text in pair]
+    if not _is_texts(history):
+        raise Broken("has a history that is no list of pairs of a question and its reply")
+    return [turn for turn in _alternating(history) if turn["content"].strip()]
+
+
+def _replies(row: Mapping, column: str | None) -> list:
+    """Return the turns of a reply, with the thoughts that have a column of their own."""
+    turns = _as_turns(row.get(column), "assistant")
+    thoughts = {name: row[name] for name in known.ROW_THOUGHTS if name in row}
+    return [{**turns[0], **thoughts}, *turns[1:]] if turns else []
+
+
+def _alternating(texts: Sequence[str]) -> list:
+    return [{"role": ("user", "assistant")[i % 2], "content": text} for i, text in enumerate(texts)]
 
 
 def _as_turns(value: object, role: str) -> list:
@@ -251,10 +274,8 @@ def _as_turns(value: object, role: str) -> list:
 
 def _column_of_turns(row: Mapping) -> str | None:
     """Return the column of a row that holds turns: of those with a usual name the first one, else the only one."""
-    usual = [name for name in TURNS if name in row]
-    of_pairs = {name for columns in PAIRS.values() for names in columns for name in names}
-    others = [name for name in row if name not in of_pairs]
-    found = [name for name in usual or others if _is_turns(row[name])]
+    usual = [name for name in known.TURNS if name in row]
+    found = [name for name in usual or (name for name in row if name not in known.OF_PAIRS) if _is_turns(row[name])]
     if len(found) > 1 and not usual:
         raise Broken(f"has turns in the columns {' and '.join(found)}")
     # An empty list, or null, under a usual name is a conversation without turns.
@@ -270,84 +291,59 @@ def _is_texts(value: object) -> bool:
     return isinstance(value, list) and bool(value) and all(isinstance(text, str) for text in value)
 
 
-def _role(turn: Mapping) -> str:
-    name = turn.get("role") or turn.get("from")
-    if not isinstance(name, str) or name not in ROLES:
-        raise Broken(f"has a turn of {name!r}; roles are {', '.join(ROLES)}")
-    return ROLES[name]
-
-
-def _of_turns(kind: str, turns: Sequence[Mapping] | None, row: Mapping) -> Row:
-    """Return the conversation of turns in any of the shapes; see `Chat`.
+def _of_turns(kind: str, turns: Sequence[Mapping] | None, row: Mapping, used: Collection[str | None]) -> Row:
+    """Return the conversation of turns in any of the shapes; see `Chat`. `used` are the columns that they are from.
 
     It begins with the first turn that is not the assistant's, ends before the first one that is empty, and neighbours
     of one speaker are joined.
     """
-    messages, mended = [], []
-    if isinstance(row.get("system"), str) and row["system"].strip():
-        messages.append({"role": "system", "content": clean(row["system"])})
+    if (name := next((name for name in known.MEDIA if row.get(name) and name not in used), None)) is not None:
+        raise Broken(f"has {name}, which cannot be read")
+    messages, mended, ignored, are_off = _system(row), [], [], []
     for turn in turns or ():
         message = message_of(turn)
         role, last = message["role"], messages[-1] if messages else {"role": None}
+        is_off, unread = mark_of(turn, role)
+        ignored += unread
         if role == "assistant" and not any(one["role"] == "user" for one in messages):
             mended.append("without the reply that it began with")
         elif not message["content"] and role != "tool" and not message.keys() & {"tool_calls", "reasoning_content"}:
             if role != "system":
                 mended.append("cut at an empty turn")
                 break
-        elif role == last["role"] and role in ("user", "assistant") and "tool_calls" not in last:
-            texts = filter(None, (last["content"], message["content"]))
-            messages[-1] = {**last, **message, "content": "\n\n".join(texts)}
-            mended.append("with neighbouring turns of one speaker joined")
+        elif _is_one_turn(last, message) and (role != "assistant" or is_off == are_off[-1]):
+            if role != "system" or message["content"].strip() not in last["content"]:
+                texts = filter(None, (last["content"], message["content"]))
+                messages[-1] = {**last, **message, "content": "\n\n".join(texts)}
+                mended.append("with neighbouring turns of one speaker joined")
         else:
             messages.append(message)
-    return Row(kind, Chat(messages, _tools(row.get("tools"))), mended=tuple(dict.fromkeys(mended)))
+            are_off += [is_off] if role == "assistant" else []
+    chat = Chat(messages, _tools(row), tuple(number for number, is_off in enumerate(are_off) if is_off))
+    marks = {name: known.is_off(name, row.get(name)) for name in (*known.LABELS, *known.MARKS) if name not in used}
+    rejected_by = next((name for name, is_off in marks.items() if is_off), "")
+    read = {*used, *known.SYSTEM, *known.TOOLS, *(name for name, is_off in marks.items() if is_off is not None)}
+    ignored = known.unread(row, read, [message["content"] for message in messages]) + ignored
+    return Row(kind, chat, "", tuple(dict.fromkeys(mended)), rejected_by, tuple(dict.fromkeys(ignored)))
 
 
-def message_of(turn: Mapping) -> dict:
-    """Return a turn in OpenAI's shape, without keys that have no value."""
-    turn = {key: value for key, value in turn.items() if value is not None}
-    role, name = _role(turn), turn.pop("role", None) or turn.get("from")
-    turn.pop("from", None)
-    content = next((turn.pop(key) for key in ("content", "value", "text") if key in turn), "")
-    if isinstance(content, list):
-        if not all(isinstance(part, Mapping) and isinstance(part.get("text"), str) for part in content):
-            raise Broken("has a turn with content that is no text")
-        content = "".join(part["text"] for part in content)
-    if not isinstance(content, str):
-        raise Broken("has a turn whose content is no text")
-    content = clean(content)
-    if name in CALL_ROLES:
-        turn["tool_calls"], content = [{"function": _parsed(content)}], ""
-    if calls := turn.pop("tool_calls", None):
-        if not isinstance(calls, list):
-            raise Broken("has calls of tools that are no list")
-        turn["tool_calls"] = [_call(call) for call in calls]
-    if isinstance(turn.get("reasoning_content"), str):
-        turn["reasoning_content"] = clean(turn["reasoning_content"])
-    more = {key: turn[key] for key in KEPT if key in turn}
-    return {"role": role, "content": content if content.strip() else "", **more}
+def _is_one_turn(last: Mapping, message: Mapping) -> bool:
+    """Return whether a message goes on with the one before it, and says nothing else in another way."""
+    if message["role"] != last["role"] or message["role"] == "tool" or "tool_calls" in last:
+        return False
+    return all(last[key] == message[key] for key in last.keys() & message.keys() - {"content"})
 
 
-def _call(call: object) -> dict:
-    """Return a call of a tool whose arguments are an object, which OpenAI sends as text and templates write as JSON."""
-    function = call.get("function", call) if isinstance(call, Mapping) else None
-    if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
-        raise Broken("has a call of a tool without a name")
-    known = {key: value for key, value in function.items() if value is not None}
-    return {"type": "function", "function": {**known, "arguments": _parsed(function.get("arguments")) or {}}}
+def _system(row: Mapping) -> Messages:
+    """Return the message of the columns that say what the system says."""
+    texts = [content_of(row[name], repr(name)) for name in known.SYSTEM if row.get(name)]
+    text = "\n\n".join(dict.fromkeys(text for text in texts if text.strip()))
+    return [{"role": "system", "content": text}] if text else []
 
 
-def _tools(tools: object) -> list[dict] | None:
-    tools = _parsed(tools)
-    if tools is not None and not (isinstance(tools, list) and all(isinstance(tool, Mapping) for tool in tools)):
-        raise Broken("has tools that are no list of JSON schemas")
-    return tools or None
-
-
-def _parsed(value: object) -> object:
-    """Return what a text holds as JSON; what is none stays as it is."""
-    try:
-        return clean_all(json.loads(value) if isinstance(value, str) and value.strip() else value or None)
-    except (ValueError, RecursionError):
-        return clean_all(value)
+def _tools(row: Mapping) -> list[dict] | None:
+    tools, functions = (parsed(row.get(name)) for name in known.TOOLS)
+    for found in (tools, functions):
+        if found and not (isinstance(found, list) and all(isinstance(tool, Mapping) for tool in found)):
+            raise Broken("has tools that are no list of JSON schemas")
+    return [*(tools or ()), *({"type": "function", "function": one} for one in functions or ())] or None

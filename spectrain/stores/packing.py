@@ -148,7 +148,8 @@ class Tokeniser:
         if self.forbidden is not None:
             said.append(f"{self.n_forbidden} documents that share 13 tokens with the prompts are left out")
         if self.n_untemplated:
-            said.append(f"the tokenizer has no chat template: {self.n_untemplated} conversations are read as texts")
+            how = f"{self.n_untemplated} conversations are read as texts, of which all is learned"
+            said.append(f"the tokenizer has no chat template: {how}")
         if self.tally.n_broken:
             said.append(f"rendered by the chat template: {self.tally.say()}")
         if self.n_unseen:

@@ -69,7 +69,7 @@ def read_prompts(path: str | Path, limit: int | None = None) -> list[Question]:
     tally.check()
     if not questions:
         raise UserError(f"prompts={path} has no question; give one file of questions, conversations or texts")
-    if tally.skipped or tally.n_broken:
+    if tally.skipped or tally.n_broken or tally.ignored:
         log.warning(tally.say())
     return list(questions.values())
 

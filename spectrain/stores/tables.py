@@ -22,7 +22,8 @@ from huggingface_hub.errors import HfHubHTTPError
 from pyarrow import ArrowException
 
 from spectrain.errors import UserError
-from spectrain.stores.chats import TURNS, Broken
+from spectrain.stores import known
+from spectrain.stores.chats import Broken
 from spectrain.stores.files import parse_json
 
 BATCH_ROWS = 1024  # of a Parquet file, read at once
@@ -107,7 +108,7 @@ def _json(file: Path, name: str, columns: Sequence[str]) -> Rows:
             value = parse_json(text.read())
         except ValueError as error:
             raise UserError(f"{name} is not JSON ({_line(error)}); mend it") from error
-    is_row = not isinstance(value, Mapping) or TURNS.keys() & value.keys()
+    is_row = not isinstance(value, Mapping) or value.keys() & set(known.TURNS)
     lists = [] if is_row else [found for found in value.values() if isinstance(found, list) and found]
     if len(lists) == 1 and not any(not isinstance(row, Mapping) or row.keys() & {"role", "from"} for row in lists[0]):
         yield from enumerate(lists[0], start=1)
@@ -155,10 +156,20 @@ def _row(value: object) -> Mapping | Broken:
 def _csv(file: Path, name: str, columns: Sequence[str]) -> Rows:
     csv.field_size_limit(LONGEST_ROW)
     with opened(file) as content, io.TextIOWrapper(content, encoding="utf-8-sig", newline="") as text:
-        rows = csv.DictReader(text, delimiter="\t" if suffix_of(file) == ".tsv" else ",")
+        begin = text.read(PROBED_CHARACTERS)
+    signs = "\t,;|" if suffix_of(file) == ".tsv" else ",;\t|"
+    headers = {sign: next(csv.reader(io.StringIO(begin, newline=""), delimiter=sign), []) for sign in signs}
+    # What separates columns is what gives the header the most names that we know, or else the most names.
+    known_names = {sign: known.COLUMNS.intersection(map(str.strip, header)) for sign, header in headers.items()}
+    sign = max(signs, key=lambda sign: (len(known_names[sign]), len(headers[sign])))
+    is_spaced = all(cell.startswith(" ") for cell in headers[sign][1:])
+    with opened(file) as content, io.TextIOWrapper(content, encoding="utf-8-sig", newline="") as text:
+        rows = csv.DictReader(text, delimiter=sign, skipinitialspace=is_spaced)
         for number, row in enumerate(rows, start=1):
             if None in row or None in row.values():
                 row = Broken(f"has another number of cells than the {len(rows.fieldnames)} columns")
+            else:
+                row = {name.strip(): cell for name, cell in row.items()}
             yield number, row
 
 
@@ -169,11 +180,11 @@ def _parquet(file: Path, name: str, columns: Sequence[str]) -> Rows:
         yield from enumerate((row for batch in batches for row in batch.to_pylist()), start=1)
 
 
-def _projected(columns: Sequence[str], known: Sequence[str]) -> list[str] | None:
+def _projected(columns: Sequence[str], names: Sequence[str]) -> list[str] | None:
     """Return what is read of a table for these columns: what belongs to a conversation, too; None: all."""
-    if not columns or not set(known).issuperset(columns):
+    if not columns or not set(names).issuperset(columns):
         return None
-    return [*columns, *(name for name in ("system", "tools") if name in known and name not in columns)]
+    return [*columns, *(name for name in known.OF_CONVERSATIONS if name in names and name not in columns)]
 
 
 READERS = {

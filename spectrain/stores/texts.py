@@ -71,7 +71,7 @@ class Document:
         """Return what is equal for equal documents."""
         if self.tokens is not None:
             return self.tokens.tobytes()
-        return (self.text if self.chat is None else json.dumps([self.chat.messages, self.chat.tools])).encode()
+        return (self.text if self.chat is None else json.dumps([*vars(self.chat).values()])).encode()
 
 
 def read_documents(
@@ -117,6 +117,8 @@ def read_documents(
                 tally.skipped["empty"] += 1
         elif (chat := row.chat.answered()) is None:
             tally.skipped["without a reply" if row.chat.messages else "empty"] += 1
+        elif row.rejected_by:
+            tally.skipped[f"marked as not to be learned (`{row.rejected_by}`)"] += 1
         else:
             tally.take(replace(row, chat=chat))
             yield Document(name, plain_text(chat.messages), chat)
@@ -196,7 +198,9 @@ def source_rows(
                 try:
                     if isinstance(found, Broken):
                         raise found
-                    yield f"{name}:{number}", read_row(found, fields), found
+                    row = read_row(found, fields)
+                    tally.ignored.update(row.ignored)
+                    yield f"{name}:{number}", row, found
                 except Broken as error:
                     tally.refuse(f"{what} {number} of {name}", str(error))
     except OSError as error:  # no file may go missing unnoticed

@@ -111,6 +111,34 @@ def test_what_the_assistant_wrote_is_learned_and_nothing_else(tokenizer, templat
         assert found.ids.tolist() == tokenizer.apply_chat_template(messages)["input_ids"]
 
 
+OFF = {  # by template, conversation and what is marked as not to be learned: what is learned, and how many are not seen
+    ("plain", "turns", (0,)): (["Hi<|im_end|>"], 0),
+    ("plain", "system", (0, 1)): ([], 0),
+    ("marked", "turns", (1,)): (["Ho! <|im_end|>"], 0),
+    ("marked", "system", (0,)): (["Hi<|im_end|>"], 0),
+    ("llama 2", "system", (0,)): (["Hi <|im_end|>"], 0),
+    ("thinking", "thought", (0,)): (["<think>\nwhy\n</think>\n\nHi<|im_end|>"], 1),
+    ("thinking", "thought", (1,)): ([], 1),
+    ("tools", "calling", (0,)): (["Ho! <|im_end|>"], 0),
+}
+
+
+@pytest.mark.parametrize(("template", "chat", "unlearned"), OFF, ids=str)
+def test_a_reply_that_is_marked_stays_in_the_context_and_is_not_learned(tokenizer, template, chat, unlearned):
+    renderer = rendering(tokenizer, TEMPLATES[template])
+    (learned,), (found,) = renderer.tokens([Chat(CHATS[chat])]), renderer.tokens([Chat(CHATS[chat], None, unlearned)])
+    assert (stretches(tokenizer, found), found.unseen) == OFF[template, chat, unlearned]
+    assert found.ids.tolist() == learned.ids.tolist()
+
+
+def test_thoughts_go_by_the_template_s_name(tokenizer):
+    for name in ("thinking", "reasoning"):
+        renderer = rendering(tokenizer, THINKING.replace("reasoning_content", name) + "{{ enable_thinking }}")
+        (found,) = renderer.tokens([Chat(THOUGHT)])
+        assert stretches(tokenizer, found) == WRITTEN["thinking", "thought"][0]
+        assert list(renderer.remarks({"reasoning_content"})) == []
+
+
 def slowly(tokenizer, messages: list[dict]) -> list[bool]:
     """The definition, turn by turn and token by token: what changes with the reply, where it stands as it was seen."""
 

@@ -35,6 +35,7 @@ CALLING = [
     {"role": "tool", "content": "4"},
     {"role": "assistant", "content": "No."},
 ]
+ASSISTANT, SYSTEM = {"role": "assistant", "content": None}, [{"role": "system", "content": "S"}]
 SAID = [CALLING[0], {**CALLING[1], "content": None, "name": None}, *CALLING[2:]]
 AS_TEXT = {**CALL, "arguments": json.dumps(CALL["arguments"])}
 LLAMA_FACTORY = [
@@ -65,6 +66,40 @@ ROWS = {
     "arguments as text": (
         {"messages": [SAID[0], {**SAID[1], "tool_calls": [{"function": AS_TEXT}]}, *SAID[2:]]},
         *("conversations", CALLING),
+    ),
+    "older calls": (
+        {
+            "functions": [TOOLS[0]["function"]],
+            "messages": [SAID[0], {**ASSISTANT, "function_call": AS_TEXT}, *SAID[2:]],
+        },
+        *("conversations", CALLING),
+    ),
+    "Orca": ({"system_prompt": "S", "question": "Hi", "response": "Ho"}, "questions", turns("Hi", "Ho", system="S")),
+    "system twice": (
+        {"system_prompt": "S", "messages": turns("Hi", system="S ")},
+        "conversations",
+        [*SYSTEM, *turns("Hi")],
+    ),
+    "history": (
+        {"instruction": "And", "input": "you?", "output": "I", "system": "S", "history": [["Hi", "Ho"]]},
+        *("instructions", turns("Hi", "Ho", "And\nyou?", "I", system="S")),
+    ),
+    "history in a cell": (
+        {"query": "And?", "response": "I", "history": '[["Hi", "Ho"]]'},
+        *("questions", turns("Hi", "Ho", "And?", "I")),
+    ),
+    "context": ({"question": "Hi?", "context": ["a", "b"], "answer": "Ho"}, "questions", turns("Hi?\na\nb", "Ho")),
+    "Nemotron": (
+        {"system_prompt": "S", "input": turns("Hi"), "output": "Ho", "reasoning": "on"},
+        *("questions", turns("Hi", "Ho", system="S")),
+    ),
+    "thoughts beside": (
+        {"question": "Hi", "thinking": "Hm", "answer": "Ho"},
+        *("questions", [*turns("Hi"), {**ASSISTANT, "content": "Ho", "reasoning_content": "Hm"}]),
+    ),
+    "Alpaca's preference": (
+        {"instruction": "Add.", "input": "1 1", "chosen": "2", "rejected": "3"},
+        *("preferences", turns("Add.\n1 1", "2")),
     ),
     "LLaMA-Factory": ({"tools": json.dumps(TOOLS), "conversations": LLAMA_FACTORY}, "conversations", CALLING),
     "Alpaca": ({"instruction": "Add.", "input": "1 1", "output": "2"}, "instructions", turns("Add.\n1 1", "2")),
@@ -103,7 +138,7 @@ def test_each_shape_is_the_conversation_that_it_holds(name):
     row, kind, messages = ROWS[name]
     found = read_row(row)
     assert (found.kind, found.chat.messages, found.mended) == (kind, messages, ())
-    assert found.chat.tools == (TOOLS if "tools" in row else None)
+    assert found.chat.tools == (TOOLS if row.keys() & {"tools", "functions"} else None)
 
 
 def test_plain_texts_are_a_column_of_text_or_the_only_one():
@@ -112,6 +147,39 @@ def test_plain_texts_are_a_column_of_text_or_the_only_one():
     assert read_row({"a": "x", "b": "y", "c": None}, ["a", "b", "c"]).text == "x\n\ny"
     assert read_row({"a": ["x", {"content": "y"}]}, ["a"]).text == "x\n\ny"
     assert read_row({"chat": sharegpt("Hi", "Ho"), "text": "x"}, ["chat"]).chat.messages == turns("Hi", "Ho")
+
+
+def test_marks_of_turns_are_those_of_the_replies_that_they_stand_at():
+    said = turns("Hi", "Ho", "So?", "I", "And?", "Er")
+    for marks, unlearned in (
+        ({1: {"weight": 0}, 3: {"weight": 1}}, (0,)),
+        ({0: {"train": False}, 1: {"train": True}, 5: {"train": False}}, (2,)),
+        ({1: {"masked": True}, 3: {"masked": False}, 5: {"loss_mask": "0"}}, (0, 2)),
+    ):
+        found = read_row({"messages": [{**turn, **marks.get(number, {})} for number, turn in enumerate(said)]})
+        assert (found.chat.messages, found.chat.unlearned) == (said, unlearned)
+        assert found.chat.answered() == found.chat
+    bad, good = ({"role": "assistant", "content": text, "weight": text == "good"} for text in ("bad", "good"))
+    mixed = read_row({"messages": [*turns("Hi"), bad, good]}).chat
+    assert (mixed.replies, mixed.unlearned) == (2, (0,))
+    both = read_row({"messages": [{**said[0], "name": "a"}, {**said[0], "name": "b"}, *said[1:2]]}).chat.messages
+    assert [message.get("name") for message in both] == ["a", "b", None]
+
+
+def test_rejected_replies_are_kept_out_of_a_corpus_and_their_prompts_are_asked(tmp_path):
+    rows = [{"prompt": f"Hi {n}", "completion": "Ho", "label": n % 2 == 0} for n in range(4)]
+    rows += [{"messages": turns("Hi 4", "Ho"), "kto_tag": "false"}, {"messages": turns("Hi 5", "Ho"), "weight": 0.0}]
+    (tmp_path / "a.jsonl").write_text("".join(json.dumps(row) + "\n" for row in [*rows, {"text": "bad", "label": 0}]))
+    tally = Tally("a.jsonl")
+    found = list(read_documents(str(tmp_path / "a.jsonl"), tally=tally))
+    assert [one.text for one in found] == ["Hi 0\n\nHo", "Hi 2\n\nHo", "bad"]
+    assert "2 marked as not to be learned (`label`), 1 marked as not to be learned (`kto_tag`)" in tally.say()
+    assert [one.turns[0] for one in read_prompts(tmp_path / "a.jsonl")] == [*(f"Hi {n}" for n in range(6)), "bad"]
+    Dataset.from_list(rows[:4]).to_parquet(tmp_path / "a.parquet")
+    assert len(list(read_documents(str(tmp_path / "a.parquet"), ["prompt", "completion"]))) == 4  # texts
+    turned = [{"c": turns("Hi", "Ho"), "label": False, "system_prompt": "S"}, {"c": turns("Hi", "Ho"), "label": True}]
+    Dataset.from_list(turned).to_parquet(tmp_path / "b.parquet")
+    assert len(list(read_documents(str(tmp_path / "b.parquet"), "c"))) == 1
 
 
 def test_calls_have_objects_as_arguments_without_nulls_of_arrow_and_halves_of_characters():
@@ -151,7 +219,7 @@ BROKEN = {
     "no turn": ({"messages": [*turns("Hi"), None]}, "something else than turns with roles in 'messages'"),
     "calls": ({"messages": [{"role": "assistant", "tool_calls": 5}]}, "calls of tools that are no list"),
     "image": ({"messages": [{"role": "user", "content": [{"type": "image"}]}]}, "content that is no text"),
-    "number as turn": ({"messages": [{"role": "user", "content": 3}]}, "whose content is no text"),
+    "number as turn": ({"messages": [{"role": "user", "content": 3}]}, "a turn with content that is no text"),
     "call": ({"messages": [{"role": "assistant", "tool_calls": [{}]}]}, "a call of a tool without a name"),
     "schemas": ({"messages": turns("Hi"), "tools": "x"}, "tools that are no list"),
     "chosen": ({"chosen": "Ho", "rejected": "x"}, "a chosen reply without a prompt"),
@@ -208,6 +276,22 @@ def test_one_object_is_one_row_and_tables_have_rows(tmp_path):
     found = {name: next(iter(read_documents(str(tmp_path / name)))).chat for name in ("one.json", "a.csv", "a.tsv")}
     assert found["one.json"] == Chat(turns("Hi", "Ho"))
     assert [found[name].messages[0]["content"] for name in ("a.csv", "a.tsv")] == ["1, please\n+ 1?", "1 + 1?"]
+
+
+@pytest.mark.parametrize(
+    ("name", "content"),
+    [
+        ("a.csv", "\ufeffquestion;answer;context\n1, please + 1?;2;\n"),
+        ("a.csv", 'question\tanswer\n"1, please + 1?"\t2\n'),
+        ("a.tsv", 'question,answer\n"1, please + 1?",2\n'),
+        ("a.csv", 'id, question, answer\n3, "1, please + 1?", 2\n'),
+        ("a.csv", '"a, b";question;answer\n;1, please + 1?;2\n'),
+        ("a.tsv", "question|answer\n1, please + 1?|2\n"),
+    ],
+)
+def test_the_header_tells_what_separates_the_columns(tmp_path, name, content):
+    (tmp_path / name).write_text(content)
+    assert [one.chat.messages for one in read_documents(str(tmp_path / name))] == [turns("1, please + 1?", "2")]
 
 
 def test_a_long_array_is_read_piece_by_piece(tmp_path):
@@ -280,12 +364,14 @@ def test_prompts_of_conversations_keep_what_the_system_says_and_end_at_a_tool(tm
         {"messages": turns("Hi", "Ho", "And?", "x", system="S")},
         {"messages": [*turns("Hi", "Ho"), *SAID, *turns("And?", "x")], "tools": TOOLS},
         {"text": "Once"},
+        {"question": "And?", "answer": "x", "history": [["Hi", "Ho"]], "system_prompt": "S"},
     ]
     (tmp_path / "mixed.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     assert read_prompts(tmp_path / "mixed.jsonl") == [
         Question("mixed-1", "mixed", ("Hi", "And?"), "S"),
         Question("mixed-2", "mixed", ("Hi", "Warm?"), tools=TOOLS),
         Question("mixed-3", "mixed", ("Once",)),
+        Question("mixed-4", "mixed", ("Hi", "And?"), "S"),
     ]
 
 
