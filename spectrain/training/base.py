@@ -16,6 +16,7 @@ import torch
 from lightning import LightningModule
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
+from torch.optim import Optimizer
 
 from spectrain.decoding import Drafter, TargetModel
 from spectrain.errors import UserError
@@ -25,13 +26,13 @@ from spectrain.training.losses import chunk_loss
 from spectrain.training.optim import OptimizerSettings, build_optimizer, warmup_then_down
 from spectrain.training.runs import RunFolder
 from spectrain.training.sources import Source
-from spectrain.training.strategies import FSDP2Strategy
+from spectrain.training.strategies import FSDP2Strategy, divide_gradients
 from spectrain.training.sums import Sums
 
 log = logging.getLogger(__name__)
 
 MOST_PASSES = 10  # over the training rows, if tokens_per_parameter says how many steps there are
-IN_PROGRESS_BAR = ("eval/alpha", "eval/tau_expected", "eval/calibration_error")
+IN_PROGRESS_BAR = ("eval/alpha", "eval/tau_expected", "eval/kl_binary", "eval/calibration_error")
 
 
 class Training(LightningModule):
@@ -53,6 +54,7 @@ class Training(LightningModule):
         super().__init__()
         self.optimizer_settings, self.sums, self.target = optimizer, sums, target
         self._frozen = frozen
+        self._step_sums: dict[str, Tensor] = {}  # of the optimizer step, by metric: a sum and its weight, float64
 
     def setup(self, stage: str) -> None:
         if self.target is not None:
@@ -78,12 +80,26 @@ class Training(LightningModule):
         if self.target is not None and self.target.device.type != "cpu":  # where it has kernels of its own
             compile_methods(self.target.text_blocks, ("before_in_text", "after_in_text"), backend)
 
-    def weighted_by_ranks(self, mean: Tensor, learned: Tensor) -> Tensor:
-        """Weigh a rank's mean over its `learned` positions, so that the mean over ranks is that over all positions."""
-        if self.trainer.world_size == 1:
-            return mean
-        n_learned = learned.sum().float()
-        return mean * n_learned / self.trainer.strategy.reduce(n_learned.clone(), reduce_op="mean")
+    def summed(self, **sums: tuple[Tensor, Tensor]) -> Tensor:
+        """Return the sum `loss` of a batch, for the backward pass.
+
+        Args:
+            sums: over the batch, each with its weight, which is the number of positions. At the optimizer step the sums
+                of all its batches and ranks are divided by their weights, and so is the gradient.
+        """
+        for name, pair in sums.items():
+            self._step_sums[name] = self._step_sums.get(name, 0) + torch.stack([one.detach().double() for one in pair])
+        return sums["loss"][0]
+
+    def on_before_optimizer_step(self, optimizer: Optimizer) -> None:
+        if self.trainer.fit_loop._should_accumulate():  # DeepSpeed comes here with each batch
+            return
+        sums = self.trainer.strategy.reduce(torch.stack([*self._step_sums.values()]), reduce_op="sum").tolist()
+        for name, (total, weight) in zip(self._step_sums, sums, strict=True):
+            self.log(f"train/{name}", total / (weight or 1), prog_bar=name in ("loss", "alpha"))
+            if name == "loss":
+                divide_gradients(self.trainer, weight or 1)
+        self._step_sums.clear()
 
     def begin(self, rows: Rows) -> None:
         """Do what a training from its first step begins with, and a resumed one does not; all ranks call it."""

@@ -54,7 +54,9 @@ class RowBatch:
         return kept
 
     def counted(self) -> Tensor:
-        """[B, L] bool: the positions that validation counts: with a loss, and of no row that only fills a share."""
+        """[B, L] bool: the positions with a loss, of no row that only fills a rank's share of validation."""
+        if min(self.numbers) >= 0:  # no copy to the device, which would wait
+            return self.learned()
         return self.learned() & (torch.tensor(self.numbers, device=self.tokens.device) >= 0)[:, None]
 
 
@@ -273,15 +275,17 @@ class SeededLoader:
     The order is a function of (seed, epoch) alone, and batches are counted as they are handed out. Lightning saves and
     restores this count with the checkpoint, so a resumed run sees exactly the batches that were left. What a batch
     holds does not depend on the number of ranks, each of which gets a share of it: a run can go on with another number.
+    Nor do the rows of an optimizer step depend on the number of batches that it is divided into.
 
     Args:
         read: makes a batch of the rows at these places.
         n_rows: rows of the data.
         batch_size: rows of a batch, of all ranks together; an incomplete last batch is dropped.
+        accumulated: batches of an optimizer step; an incomplete last step is dropped, unless an epoch has no other.
         seed: decides the order, together with the epoch's number.
         share: this rank, and how many there are; a divisor of the batch size.
-        lengths: of each row. Where they are given, shuffled rows are sorted by length in pools of POOL_BATCHES batches,
-            and the batches are shuffled again, so that little is padded.
+        lengths: of each row. Where they are given, shuffled rows are sorted by length in pools of POOL_BATCHES steps,
+            and the steps are shuffled again, so that little is padded.
     """
 
     def __init__(
@@ -292,14 +296,16 @@ class SeededLoader:
         seed: int,
         share: tuple[int, int] = (0, 1),
         lengths: Sequence[int] | None = None,
+        accumulated: int = 1,
     ) -> None:
         self.read, self.n_rows, self.batch_size, self.seed = read, n_rows, batch_size, seed
-        self.share, self.lengths = share, lengths
+        self.share, self.lengths, self.accumulated = share, lengths, accumulated
         self.epoch = 0
         self.given = 0  # batches of this epoch that were handed out
 
     def __len__(self) -> int:
-        return self.n_rows // self.batch_size
+        n_batches = self.n_rows // self.batch_size
+        return n_batches - n_batches % self.accumulated or n_batches
 
     def __iter__(self) -> Iterator[RowBatch | TextBatch]:
         if self.given >= len(self):
@@ -321,14 +327,15 @@ class SeededLoader:
     def _order(self) -> list[int]:
         """The rows of the epoch, in the order in which batches are cut from them."""
         generator = torch.Generator().manual_seed(self.seed * 1_000_003 + self.epoch)
-        order, size = torch.randperm(self.n_rows, generator=generator).tolist(), self.batch_size
+        order = torch.randperm(self.n_rows, generator=generator).tolist()
         if self.lengths is None:
             return order
-        order = order[: len(self) * size]  # the rest of the epoch is dropped, whatever its length
+        order = order[: len(self) * self.batch_size]  # the rest of the epoch is dropped, whatever its length
+        size = min(len(order), self.batch_size * self.accumulated)  # rows of a step
         pools = [order[start : start + POOL_BATCHES * size] for start in range(0, len(order), POOL_BATCHES * size)]
         sorted_rows = [row for pool in pools for row in sorted(pool, key=lambda row: self.lengths[row])]
-        batches = torch.randperm(len(self), generator=generator).tolist()
-        return [row for batch in batches for row in sorted_rows[batch * size : (batch + 1) * size]]
+        steps = torch.randperm(len(order) // size, generator=generator).tolist()
+        return [row for step in steps for row in sorted_rows[step * size : (step + 1) * size]]
 
     def state_dict(self) -> dict[str, int]:
         return {"epoch": self.epoch, "given": self.given}
@@ -373,7 +380,9 @@ class RowData(LightningDataModule):
 
     def train_dataloader(self) -> SeededLoader:
         lengths = self.train.lengths if self.by_length else None
-        return SeededLoader(self.train.__getitem__, len(self.train), self.batch_size, self.seed, self.share, lengths)
+        accumulated = self.trainer.accumulate_grad_batches
+        rows = self.train.__getitem__, len(self.train)
+        return SeededLoader(*rows, self.batch_size, self.seed, self.share, lengths, accumulated)
 
     def val_dataloader(self) -> DataLoader:
         batches = held_out_batches(len(self.held_out), self.batch_size, *self.share)

@@ -223,7 +223,7 @@ def target_device(config: Mapping) -> str:
 
 
 def check_batches(config: Mapping, trainer: Trainer, n_rows: int) -> None:
-    """Raise UserError where the training rows make no batch, or no whole steps.
+    """Raise UserError where the training rows make no batch, or under DeepSpeed no step.
 
     DeepSpeed would carry a gradient from one epoch into the next, which Lightning does not count.
     """
@@ -234,11 +234,10 @@ def check_batches(config: Mapping, trainer: Trainer, n_rows: int) -> None:
             f"there are {n_rows} training rows, fewer than one batch of {batch_size}; lower data.batch_size or "
             "data.row_tokens, or give more text"
         )
-    left = n_batches % accumulated and trainer.max_steps > n_batches // accumulated
-    if left and isinstance(trainer.strategy, ZeroStrategy):
+    if n_batches < accumulated and isinstance(trainer.strategy, ZeroStrategy):
         raise UserError(
-            f"trainer.accumulate_grad_batches={accumulated} does not divide the {n_batches} batches of an epoch, as it "
-            "must under DeepSpeed; give a divisor, or trainer=ddp"
+            f"trainer.accumulate_grad_batches={accumulated} is more than the {n_batches} batches of an epoch, which "
+            "DeepSpeed cannot step on; lower it, or give trainer=ddp"
         )
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import math
 from collections.abc import Callable
 from pathlib import Path
 
@@ -52,6 +51,9 @@ class HeadTraining(Training):
     def loss(self, log_odds: Tensor, labels: Tensor) -> Tensor:  # [M], [M] -> scalar
         return weighted_bce(log_odds, labels, self.facts.w_rej, self.facts.w_acc)
 
+    def weight(self, labels: Tensor) -> Tensor:  # [M] -> scalar, what the loss is divided by
+        return (self.facts.w_rej * (1 - labels) + self.facts.w_acc * labels).sum()
+
     @torch.no_grad()
     def examples(self, batch: TextBatch, epoch: int) -> tuple[Tensor, Tensor]:
         """States [M, D] of this epoch's drafted tokens, as decoding would compute them, and labels [M] float32."""
@@ -81,20 +83,15 @@ class HeadTraining(Training):
 
     def training_step(self, batch: TextBatch, batch_idx: int) -> Tensor:
         hidden, labels = self.examples(batch, self.current_epoch)
-        loss = self.loss(self.head(hidden), labels)
-        self.log("train/loss", loss, prog_bar=True, sync_dist=True, batch_size=len(batch.numbers))
-        return loss
+        weight = self.weight(labels)
+        return self.summed(loss=(self.loss(self.head(hidden), labels) * weight, weight))
 
     def validation_step(self, batch: TextBatch, batch_idx: int) -> None:
         hidden, labels = self.examples(batch, EVAL_EPOCH)
         log_odds = self.head(hidden)
-        self.sums.update(log_odds.sigmoid(), labels)
-        # Means over positions, not over batches. A batch may have no position, and the mean of nothing is no number.
-        mean, count = {"batch_size": len(labels), "sync_dist": True}, max(1, len(labels))
-        self.log("eval/loss", self.loss(log_odds, labels), **mean)
-        self.log("eval/kl_binary", binary_kl(log_odds, labels).sum() / count, prog_bar=True, **mean)
-        self.log("eval/label", labels.sum() / count, **mean)
-        self.log("eval/predicted", log_odds.sigmoid().sum() / count, **mean)
+        weight = self.weight(labels)
+        sums = {"loss": self.loss(log_odds, labels) * weight, "weight": weight, "kl": binary_kl(log_odds, labels).sum()}
+        self.sums.update(log_odds.sigmoid(), labels, **sums)
 
     @property
     def width(self) -> int:
@@ -169,8 +166,8 @@ class HeadExperiment(Experiment):
         """Optimizer steps: `max_steps`, or `epochs` passes over the training rows."""
         if self.config["max_steps"] is not None:
             return self.config["max_steps"]
-        batches = max(1, n_rows // self.data.batch_size)
-        return self.config["epochs"] * math.ceil(batches / self.config["trainer"]["accumulate_grad_batches"])
+        rows_of_step = self.data.batch_size * self.config["trainer"]["accumulate_grad_batches"]
+        return self.config["epochs"] * max(1, n_rows // rows_of_step)
 
     def save(self, folder: Path, weights: dict[str, Tensor]) -> None:
         """Write the head, and beside it the drafter that it was trained on, so that the export needs no other."""

@@ -56,6 +56,7 @@ class LossParts:
     loss: Tensor  # scalar float32, with gradient
     cross_entropy: Tensor  # scalar float32, nats: CE(p, q), or of the data under "hard"
     alpha: Tensor  # [N] float32: acceptance probability at each position
+    weight: Tensor  # scalar int64: positions that the loss is a mean over
 
 
 def drafter_loss(
@@ -88,7 +89,8 @@ def drafter_loss(
         torch.is_grad_enabled(),
         chunk or chunk_loss,
     )
-    return LossParts(loss, cross_entropy, alpha)
+    weight = torch.full((), len(hidden), device=hidden.device) if hard is None else (hard >= 0).sum()
+    return LossParts(loss, cross_entropy, alpha, weight)
 
 
 def next_token_loss(
@@ -103,11 +105,16 @@ def next_token_loss(
         learned: [B, L] bool, the positions whose next token is learned. The last of a row has none.
         chunk: `chunk_loss`, compiled.
     """
-    places = F.pad(learned[:, :-1], (0, 1)).flatten().nonzero()[:, 0]
+    places = with_next(learned).flatten().nonzero()[:, 0]
     labels = F.pad(tokens[:, 1:], (0, 1)).flatten()[places]
     states = hidden.flatten(0, 1)[places]
     options = (1.0, 0.0), torch.is_grad_enabled(), chunk or chunk_loss
     return _ChunkedLoss.apply(states, unembedding, None, None, None, labels, *options)[0]
+
+
+def with_next(learned: Tensor) -> Tensor:
+    """Return those of the positions [B, L] bool that have a next token in their row."""
+    return F.pad(learned[:, :-1], (0, 1))
 
 
 class _ChunkedLoss(torch.autograd.Function):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -86,7 +87,7 @@ class SpireTraining(Training):
         Where the drafter has a vocabulary of its own, the target's distribution is cut to it, which saves most of its
         logits; unless `is_exact`, as acceptance in decoding.
         """
-        features, kept = Features(batch.captured, batch.final_hidden), batch.learned()
+        features, kept = Features(batch.captured, batch.final_hidden), batch.counted()
         if batch.final_hidden is None:  # nothing was stored
             with torch.no_grad():
                 features = self.target.features_of_own(batch.tokens, batch.starts)
@@ -113,7 +114,7 @@ class SpireTraining(Training):
         labels = next_tokens[places]
         parts = drafter_loss(self.loss_settings, states, unembedding, teacher, labels, self.chunk_loss)
         alpha = parts.alpha.new_zeros(kept.numel()).scatter(0, places, parts.alpha)
-        return LossParts(parts.loss, parts.cross_entropy, alpha.view_as(kept))
+        return replace(parts, alpha=alpha.view_as(kept))
 
     def objective(self, batch: RowBatch) -> Tensor:
         return self.parts(batch, is_exact=False).loss
@@ -125,17 +126,15 @@ class SpireTraining(Training):
     def training_step(self, batch: RowBatch, batch_idx: int) -> Tensor:
         first_root = root_of_epoch(self.drafter.config.k, self.seed, self.current_epoch)
         parts = self.parts(batch, first_root, is_exact=False)
-        learned, mean = batch.learned(), {"batch_size": len(batch.numbers), "sync_dist": True}
-        loss = self.weighted_by_ranks(parts.loss, learned)
-        self.log("train/loss", loss, prog_bar=True, **mean)
-        self.log("train/cross_entropy", self.weighted_by_ranks(parts.cross_entropy, learned), **mean)
-        alpha = parts.alpha.sum() / learned.sum().clamp_min(1)
-        self.log("train/alpha", self.weighted_by_ranks(alpha, learned), prog_bar=True, **mean)
-        return loss
+        return self.summed(
+            loss=(parts.loss * parts.weight, parts.weight),
+            cross_entropy=(parts.cross_entropy * parts.weight, parts.weight),
+            alpha=(parts.alpha.sum(), batch.counted().sum()),
+        )
 
     def validation_step(self, batch: RowBatch, batch_idx: int) -> None:
         parts = self.parts(batch)
-        self.sums.update(parts.loss, batch.counted(), parts.alpha, batch.starts)
+        self.sums.update(parts.loss, batch.counted(), parts.alpha, batch.starts, parts.weight)
 
     def recompute_activations(self) -> None:
         self.drafter.recomputes = True

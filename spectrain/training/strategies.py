@@ -118,6 +118,11 @@ class ZeroStrategy(DeepSpeedStrategy):
                 state["step"] = state["step"].clone()
         return client_state
 
+    def optimizer_step(self, *args: Any, **kwargs: Any) -> Any:
+        found = super().optimizer_step(*args, **kwargs)
+        self.model.optimizer.loss_scale = 1.0  # see `divide_gradients`
+        return found
+
     def _initialize_deepspeed_inference(self, model: nn.Module) -> None:
         if self.zero_stage_3:
             super()._initialize_deepspeed_inference(model)
@@ -214,6 +219,22 @@ def _divided_as(parameter: Tensor | None, value: Tensor) -> Tensor:
 def share_of(parameter: nn.Parameter) -> Tensor:
     """Return what this rank holds of a parameter."""
     return parameter.to_local() if is_shard(parameter) else getattr(parameter, "ds_tensor", parameter)
+
+
+def divide_gradients(trainer: Trainer, weight: float) -> None:
+    """Divide the gradient of a step, in which losses were summed, by the weight of its positions on all ranks.
+
+    It is called before gradients are clipped. Until then Lightning has divided each loss by the number of accumulated
+    batches, and the strategy the gradient by the number of ranks.
+    """
+    accumulated = trainer.accumulate_grad_batches
+    divisor = weight / (accumulated * trainer.world_size)
+    if isinstance(trainer.strategy, ZeroStrategy):  # whose engine holds the gradients
+        trainer.model.optimizer.loss_scale = divisor / accumulated  # by which it divides, too: once more than Lightning
+        return
+    for parameter in trainer.lightning_module.parameters():
+        if parameter.grad is not None:
+            parameter.grad /= divisor
 
 
 def whole_state(trainer: Trainer, module: LightningModule) -> dict[str, Tensor] | None:

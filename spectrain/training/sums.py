@@ -40,16 +40,23 @@ class ValidationSums(Sums):
         super().__init__(loss=1, positions=1, alpha=k, drafted=k)
         self.k = k
 
-    def update(self, loss: Tensor, counted: Tensor, alpha: Tensor | None = None, starts: Tensor | None = None) -> None:
+    def update(
+        self,
+        loss: Tensor,
+        counted: Tensor,
+        alpha: Tensor | None = None,
+        starts: Tensor | None = None,
+        weight: Tensor | None = None,
+    ) -> None:
         """Add a batch.
 
         Args:
-            loss: scalar, the mean over the counted positions.
+            loss: scalar, the mean over as many positions as `weight`, or None: over the counted ones.
             counted: [B, L] bool: no padding.
             alpha: [B, L] float32, the acceptance probability at each position; None: not known.
             starts: [B, L] int64, where the document of each token begins; None: each row is a document.
         """
-        n_positions = counted.sum()
+        n_positions = counted.sum() if weight is None else weight
         if n_positions:  # else a mean of nothing, which is no number
             self.loss += loss.double() * n_positions
         self.positions += n_positions
@@ -74,27 +81,35 @@ class ValidationSums(Sums):
 
 
 class Reliability(Sums):
-    """Sums of predictions and labels by bins of equal width: the numbers of a reliability diagram.
+    """Sums of predictions and labels by bins of equal width: the numbers of a reliability diagram. Also the loss.
 
     The expected calibration error is the mean distance between a bin's mean prediction and its mean label, weighted by
     its positions (Guo et al. 2017). Labels may be probabilities, which torchmetrics' BinaryCalibrationError refuses.
     """
 
     def __init__(self) -> None:
-        super().__init__(positions=N_BINS, predictions=N_BINS, labels=N_BINS)
+        super().__init__(positions=N_BINS, predictions=N_BINS, labels=N_BINS, loss=1, weight=1, kl=1)
         self.bins: list[dict[str, float]] = []  # of all ranks, as last computed
 
-    def update(self, predicted: Tensor, labels: Tensor) -> None:
-        """Add predictions and labels, both [M] in [0, 1]."""
+    def update(self, predicted: Tensor, labels: Tensor, **sums: Tensor) -> None:
+        """Add predictions and labels, both [M] in [0, 1], and sums over them: `loss`, its `weight`, and `kl`."""
+        for name, value in sums.items():
+            getattr(self, name).add_(value)
         bins = (predicted * N_BINS).long().clamp(0, N_BINS - 1)
         for name, values in (("positions", torch.ones_like(predicted)), ("predictions", predicted), ("labels", labels)):
             getattr(self, name).index_add_(0, bins, values.double())
 
     def compute(self) -> dict[str, float]:
-        """The expected calibration error, 0 to 1; nan where nothing was added."""
-        error = (self.predictions - self.labels).abs().sum() / self.positions.sum()
-        self.bins = self._bins()
-        return {"eval/calibration_error": float(error)}
+        """Metrics by name; nan where nothing was added. The expected calibration error is 0 to 1."""
+        self.bins, n_positions = self._bins(), self.positions.sum()
+        found = {
+            "eval/loss": self.loss / self.weight,
+            "eval/kl_binary": self.kl / n_positions,
+            "eval/label": self.labels.sum() / n_positions,
+            "eval/predicted": self.predictions.sum() / n_positions,
+            "eval/calibration_error": (self.predictions - self.labels).abs().sum() / n_positions,
+        }
+        return {name: float(value) for name, value in found.items()}
 
     def _bins(self) -> list[dict[str, float]]:
         """Positions, mean prediction and mean label of each bin that has any position."""

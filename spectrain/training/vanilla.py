@@ -18,7 +18,7 @@ from spectrain.models.vanilla import new_vanilla
 from spectrain.training.base import Experiment, Parts, Training, compile_methods
 from spectrain.training.checkpoints import load_weights
 from spectrain.training.data import RowBatch
-from spectrain.training.losses import next_token_loss
+from spectrain.training.losses import next_token_loss, with_next
 from spectrain.training.optim import OptimizerSettings
 from spectrain.training.sums import ValidationSums
 
@@ -38,18 +38,18 @@ class LanguageModelTraining(Training):
         self.model = model
 
     def training_step(self, batch: RowBatch, batch_idx: int) -> Tensor:
-        loss = self.weighted_by_ranks(self.objective(batch), batch.learned())
-        self.log("train/loss", loss, prog_bar=True, sync_dist=True, batch_size=len(batch.numbers))  # of all ranks' rows
-        return loss
+        weight = with_next(batch.counted()).sum()
+        return self.summed(loss=(self.objective(batch) * weight, weight))
 
     def validation_step(self, batch: RowBatch, batch_idx: int) -> None:
         states = self.states(batch)
         alpha = self.alpha(batch, states) if self.target else None
-        self.sums.update(self.loss(states, batch), batch.counted(), alpha, batch.starts)
+        weight = with_next(batch.counted()).sum()
+        self.sums.update(self.loss(states, batch), batch.counted(), alpha, batch.starts, weight)
 
     def loss(self, states: Tensor, batch: RowBatch) -> Tensor:
         unembedding = self.model.get_output_embeddings().weight
-        return next_token_loss(states, unembedding, batch.tokens, batch.learned(), self.chunk_loss)
+        return next_token_loss(states, unembedding, batch.tokens, batch.counted(), self.chunk_loss)
 
     def states(self, batch: RowBatch) -> Tensor:
         """The final states [B, L, D] of the model, whose products with the unembedding are its logits."""
@@ -95,6 +95,7 @@ class LanguageModelTraining(Training):
         compile_methods(find_blocks(self.model), ("forward",), backend)
 
     def on_before_optimizer_step(self, optimizer: torch.optim.Optimizer) -> None:
+        super().on_before_optimizer_step(optimizer)
         self.log("train/lr", optimizer.param_groups[0]["lr"])
 
 

@@ -142,14 +142,14 @@ def test_a_sweep_in_one_command_on_several_ranks_is_sent_to_torchrun():
     build_trainer(config_of("+exp=spire", *options, "trainer.devices=1"), 1, [], [], in_sweep=True)
 
 
-@pytest.mark.parametrize(("accumulated", "n_batches", "max_steps"), [(2, 41, 20), (2, 40, 99), (1, 41, 99)])
-def test_gradients_that_end_with_the_epoch_may_be_accumulated(accumulated, n_batches, max_steps):
+@pytest.mark.parametrize(("accumulated", "n_batches", "max_steps"), [(2, 41, 20), (2, 41, 99), (1, 41, 99)])
+def test_gradients_of_whole_steps_may_be_accumulated(accumulated, n_batches, max_steps):
     cfg = config_of("+exp=spire", f"trainer.accumulate_grad_batches={accumulated}")
     check_batches(cfg, SimpleNamespace(strategy=zero(), max_steps=max_steps), 4 * n_batches)
 
 
 def test_a_gradient_that_would_run_on_into_the_next_epoch_is_refused_under_deepspeed():
-    cfg = config_of("+exp=spire", "trainer.accumulate_grad_batches=2")
-    with pytest.raises(UserError, match="accumulate_grad_batches=2 does not divide the 41 batches of an epoch"):
+    cfg = config_of("+exp=spire", "trainer.accumulate_grad_batches=42")
+    with pytest.raises(UserError, match="accumulate_grad_batches=42 is more than the 41 batches of an epoch"):
         check_batches(cfg, SimpleNamespace(strategy=zero(), max_steps=21), 4 * 41)
     check_batches(cfg, SimpleNamespace(strategy=None, max_steps=21), 4 * 41)

@@ -208,3 +208,9 @@ def test_batches_of_like_length_see_every_row_once_and_pad_little():
     assert epochs[0] != epochs[1]
     again = SeededLoader(list, 230, 8, 3, (0, 2), lengths)
     assert [list(batch) for batch in again] == epochs[0][0]
+
+
+@pytest.mark.parametrize("lengths", [None, [5, 1, 3]])
+def test_an_epoch_that_is_shorter_than_a_step_is_one_step(lengths):
+    batches = list(SeededLoader(list, 3, 1, 0, lengths=lengths, accumulated=4))
+    assert sorted(batches) == [[0], [1], [2]]

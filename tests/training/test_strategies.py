@@ -41,6 +41,7 @@ VARIANTS = {  # what else must train under ZeRO-3, in bfloat16
     "few tokens": ["+exp=spire", "draft_vocab=100", "unembedding=trained", "select.every=1"],
     "vanilla": ["+exp=vanilla", "optimizer.name=adamw", "trainer.activation_checkpointing=true", "select.every=1"],
 }
+HALVES = [*(("own", trainer) for trainer in ("ddp", *DIVIDED)), ("vanilla", "fsdp"), ("head", "deepspeed_zero2")]
 MUON = ("+exp=vanilla", "trainer.activation_checkpointing=true", "max_steps=2")
 
 
@@ -100,6 +101,11 @@ def runs(small, shared, tmp_path_factory) -> Path:
     own = ["+exp=spire", f"target={shared / 'target'}", "corpus=responses:answers", "data.document_mask=true"]
     own.append("draft_vocab=auto")
     jobs += [job("own_cut", *own, "trainer=ddp", interrupt=2), job("own_cut", *own, "trainer=ddp")]
+    head = ["+exp=specdecpp", f"target={shared / 'target'}", "responses=answers", "drafter=own_one-exported"]
+    kinds = {"own": own, "vanilla": ["+exp=vanilla", *own[1:4]], "head": head}
+    adamw = ("optimizer.name=adamw", "optimizer.lr=3e-3", "trainer.gradient_clip_val=0.5", "max_steps=8")
+    divided = ("data.batch_size=2", "trainer.accumulate_grad_batches=2")
+    halves = [job(f"{kind}_{way}", *kinds[kind], *adamw, *divided, f"trainer={way}") for kind, way in HALVES]
     variants = VARIANTS | {"untied": [*VARIANTS["untied"], f"target={shared / 'target'}"]}
     for name, arguments in variants.items():
         jobs.append(job(name, "trainer=deepspeed_zero3", "trainer.precision=bf16-mixed", "max_steps=2", *arguments))
@@ -108,6 +114,9 @@ def runs(small, shared, tmp_path_factory) -> Path:
     try:
         assert ranks.run([*small, *SPIRE, "trainer=cpu", "run_dir=one", "out=one-exported"]) == 0
         assert ranks.run([*small, *own, "trainer=cpu", "run_dir=own_one", "out=own_one-exported"]) == 0
+        for kind, arguments in kinds.items():
+            assert ranks.run([*small, *arguments, *adamw, "trainer=cpu", f"run_dir={kind}_whole"], rounds=False) == 0
+        ranks.launch(2, folder, [one | {"rounds": False} for one in halves])
         assert ranks.run([*small, *switching], interrupt=1) == 130
         said = ranks.launch(2, folder, jobs).stderr
         ranks.launch(1, folder, [job(f"{trainer}_anew", *SPIRE, f"trainer={trainer}") for trainer in DIVIDED])
@@ -173,6 +182,19 @@ def test_losses_on_responses_of_packed_documents_are_those_of_one_rank(runs):
     assert max(abs(found[step] - expected[step]) for step in range(STEPS)) < 1e-4
     seen = Counter(row for rows in rows_by_step(runs / "own_one").values() for row in rows)
     assert max(seen.values()) == 2
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("kind", "trainer"), HALVES)
+def test_two_ranks_with_two_batches_per_step_learn_what_one_batch_teaches(runs, kind, trainer):
+    """Rows have different numbers of positions to learn, and only some gradients are clipped."""
+    whole, found = runs / f"{kind}_whole", runs / f"{kind}_{trainer}"
+    weights, divided = (load_file(run / "whole.safetensors") for run in (whole, found))
+    for name, expected in weights.items():
+        assert (divided[name] - expected).norm() < 1e-5 * max(1, expected.norm()), name
+    assert losses(found) == pytest.approx(losses(whole), rel=1e-5)
+    last, expected = (rows[max(rows)]["eval/loss"] for rows in map(curve, (found, whole)))
+    assert last == pytest.approx(expected, rel=1e-5)
 
 
 @pytest.mark.slow
