@@ -23,7 +23,6 @@ MOST_STOPS = 4
 STOP_CHARACTERS = 256
 MOST_LOGPROBS = 20
 COMPLETION_TOKENS = 16  # of a completion that says no max_tokens, as in OpenAI's API
-GREEDY_BELOW = 1e-5  # a temperature so small would only overflow
 # Fields that we do not have, with the values that change nothing.
 NEUTRAL: dict[str, tuple] = {
     "best_of": (1,),
@@ -154,8 +153,6 @@ class Fields(Model):
         """Return how tokens are chosen; `default` says what the request does not."""
         names = ("temperature", "top_p", "top_k", "min_p")
         chosen = {name: getattr(default if getattr(self, name) is None else self, name) for name in names}
-        if chosen["temperature"] < GREEDY_BELOW:
-            return Sampling()
         return Sampling(**chosen | {"top_k": max(chosen["top_k"], 0)})
 
 
