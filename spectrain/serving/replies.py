@@ -11,7 +11,7 @@ from transformers import PreTrainedTokenizerBase
 
 from spectrain.decoding import Generation
 from spectrain.decoding.loop import TokenLogprobs
-from spectrain.decoding.text import Pieces
+from spectrain.decoding.text import Pieces, TokenBytes
 
 OPENER = "<tool_call>"
 TOOL_CALL = re.compile(rf"{OPENER}\s*(\{{.*?\}})\s*</tool_call>\s*", re.DOTALL)
@@ -70,29 +70,36 @@ def read_tool_calls(text: str) -> list[dict] | None:
     return None if TOOL_CALL.sub("", text).strip() else calls or None
 
 
-def chat_logprobs(tokenizer: PreTrainedTokenizerBase, tokens: Sequence[int], found: Sequence[TokenLogprobs]) -> dict:
-    """Return the log-probabilities of tokens as chats have them."""
+def chat_logprobs(spelled: TokenBytes, tokens: Sequence[int], found: Sequence[TokenLogprobs]) -> dict:
+    """Return the log-probabilities of tokens, which come next in the text that is spelled, as chats have them."""
 
     def entry(token: int, logprob: float) -> dict:
-        text = tokenizer.decode([token])
-        return {"token": text, "logprob": logprob, "bytes": list(text.encode())}
+        return {"token": _name(spelled, token), "logprob": logprob, "bytes": list(spelled.of(token))}
 
-    own = [entry(token, one.logprob) for token, one in zip(tokens, found, strict=True)]
-    tops = [[entry(*pair) for pair in one.top] for one in found]
-    return {"content": [{**one, "top_logprobs": top} for one, top in zip(own, tops, strict=True)]}
+    content = []
+    for token, one in zip(tokens, found, strict=True):
+        content.append({**entry(token, one.logprob), "top_logprobs": [entry(*pair) for pair in one.top]})
+        spelled.add(token)
+    return {"content": content}
 
 
-def completion_logprobs(
-    tokenizer: PreTrainedTokenizerBase, tokens: Sequence[int], found: Sequence[TokenLogprobs], offset: int
-) -> dict:
-    """Return the log-probabilities of tokens as completions have them; their text begins `offset` characters in."""
-    names, offsets = [tokenizer.decode([token]) for token in tokens], []
-    for name in names:
-        offsets.append(offset)
-        offset += len(name)
-    tops = [{tokenizer.decode([token]): logprob for token, logprob in one.top} for one in found]
+def completion_logprobs(spelled: TokenBytes, tokens: Sequence[int], found: Sequence[TokenLogprobs]) -> dict:
+    """Return the log-probabilities of tokens as completions have them; see `chat_logprobs`."""
+    names, tops, offsets = [], [], []
+    for token, one in zip(tokens, found, strict=True):
+        names.append(_name(spelled, token, "bytes:"))
+        tops.append({_name(spelled, other, "bytes:"): logprob for other, logprob in one.top})
+        offsets.append(spelled.add(token))
     logprobs = [one.logprob for one in found]
     return {"tokens": names, "token_logprobs": logprobs, "top_logprobs": tops, "text_offset": offsets}
+
+
+def _name(spelled: TokenBytes, token: int, of_bytes: str = "") -> str:
+    """Return the text of a token, or its name where it has none. Parts of characters are "\\xe2\\x80", as OpenAI's."""
+    try:
+        return spelled.of(token).decode() or spelled.tokenizer.decode([token])
+    except UnicodeDecodeError:
+        return of_bytes + "".join(f"\\x{byte:02x}" for byte in spelled.of(token))
 
 
 def accepted_by_position(generation: Generation) -> list[int]:

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import json
+from itertools import pairwise
 
 import pytest
 from tokenizers import decoders, models
 from transformers.convert_slow_tokenizer import bytes_to_unicode
 
-from spectrain.serving.replies import AnswerText, read_tool_calls
+from spectrain.decoding.loop import TokenLogprobs
+from spectrain.decoding.text import TokenBytes
+from spectrain.serving.replies import AnswerText, chat_logprobs, completion_logprobs, read_tool_calls
 from tests.decoding.test_text import fast, numbered
 
 TOKENIZER = fast(models.BPE(numbered(bytes_to_unicode().values()), []), decoders.ByteLevel())  # a token for each byte
@@ -42,3 +45,28 @@ def test_what_begins_like_a_call_is_held_back_until_it_is_known(rest, is_call, n
     shown += "".join(piece for piece, _ in text.end())
     assert bool(text.tool_calls) == is_call
     assert shown == ("well " if is_call else f"well {rest}")
+
+
+def test_log_probabilities_of_parts_of_characters_look_as_openai_writes_them():
+    """Whole or in parts, as a stream has them."""
+    names = [bytes_to_unicode()[byte] for byte in "a\u20ac!".encode()]
+    tokens = [*TOKENIZER.convert_tokens_to_ids(names), TOKENIZER.bos_token_id]
+    found = [
+        TokenLogprobs(-1.0, [(token, -1.0), (other, -2.0)]) for token, other in zip(tokens, tokens[::-1], strict=True)
+    ]
+    for cuts in ([0, 6], [0, 2, 3, 6]):
+        spelled, of_completion = TokenBytes(TOKENIZER), TokenBytes(TOKENIZER)
+        chat, offsets, texts, tops = [], [], [], []
+        for start, stop in pairwise(cuts):
+            chat += chat_logprobs(spelled, tokens[start:stop], found[start:stop])["content"]
+            completion = completion_logprobs(of_completion, tokens[start:stop], found[start:stop])
+            offsets += completion["text_offset"]
+            texts += completion["tokens"]
+            tops += completion["top_logprobs"]
+        parts = ["\\xe2", "\\x82", "\\xac"]
+        assert [one["token"] for one in chat] == ["a", *parts, "!", "<s>"]
+        assert [one["bytes"] for one in chat] == [[97], [0xE2], [0x82], [0xAC], [33], []]
+        assert [one["token"] for one in chat[1]["top_logprobs"]] == ["\\xe2", "!"]
+        assert texts == ["a", *(f"bytes:{part}" for part in parts), "!", "<s>"]
+        assert offsets == [0, 1, 1, 1, 2, 3]  # in a text of three characters
+        assert tops[1] == {"bytes:\\xe2": -1.0, "!": -2.0}

@@ -133,7 +133,12 @@ def test_logprobs_are_those_of_the_target(served, shared):
     expected = logits.log_softmax(-1)
     own = expected.gather(1, torch.tensor(answer.token_ids)[:, None])[:, 0]
     assert answer.logprobs.token_logprobs == pytest.approx(own.tolist(), abs=1e-4)
-    assert answer.logprobs.text_offset[:2] == [0, len(answer.logprobs.tokens[0])]
+    names = [name.removeprefix("bytes:") for name in answer.logprobs.tokens]
+    said = [bytes.fromhex(name.replace("\\x", "")) if "\\x" in name else name.encode() for name in names]
+    assert b"".join(said).decode(errors="replace") == answer.text
+    assert answer.logprobs.text_offset == sorted(answer.logprobs.text_offset)
+    for name, place in zip(answer.logprobs.tokens, answer.logprobs.text_offset, strict=True):
+        assert name.startswith("bytes:") or answer.text[place:].startswith(name)
     chunks = served.complete(logprobs=0, stream=True, temperature=0.7, seed=3)
     places = [place for chunk in chunks if (found := chunk.choices[0].logprobs) for place in found.text_offset]
     assert places == answer.logprobs.text_offset
@@ -144,7 +149,10 @@ def test_logprobs_are_those_of_the_target(served, shared):
     assert all(len(one.top_logprobs) == 3 and one.top_logprobs[0].logprob == one.logprob for one in chat)  # greedy
     chunks = [chunk.choices[0].logprobs for chunk in served.chat(logprobs=True, top_logprobs=3, stream=True)]
     assert [one for found in chunks if found for one in found.content] == chat
-    assert bytes(chat[0].bytes).decode() == chat[0].token
+    assert (
+        bytes(byte for one in chat for byte in one.bytes).decode(errors="replace")
+        == served.chat().choices[0].message.content
+    )
 
 
 def test_usage_counts_what_was_known_of_the_prompt_and_the_metrics_agree(served):
