@@ -6,6 +6,7 @@ import re
 from codecs import getincrementaldecoder
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
 from itertools import takewhile
 from numbers import Integral
 
@@ -144,9 +145,9 @@ class _Speller:
         is_plain = backend is not None and not tokenizer.clean_up_tokenization_spaces
         self._decode = backend.decode if is_plain else tokenizer.decode  # which copies each list of ids first
 
-    def _name(self, token: int) -> str | None:
-        """Return the name of a token that has a text, else None."""
-        is_special = not self._text([token]) and self.tokenizer.decode([token])
+    def _name(self, token: int, alone: str) -> str | None:
+        """Return the name of a token that has a text, else None. `alone` is what it spells by itself."""
+        is_special = not alone and self.tokenizer.decode([token])
         return None if is_special or token in self.dropped else self.tokenizer.convert_ids_to_tokens(token)
 
     def _text(self, tokens: list[int]) -> str:
@@ -161,7 +162,7 @@ class TokenBytes(_Speller):
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, dropped: Iterable[int] = ()) -> None:
         super().__init__(tokenizer, dropped)
-        self._before: list[int] = []  # the last tokens that have a text
+        self._before, self._said = [], ""  # the last tokens that have a text, and that
         self._n_characters = 0  # of the text so far that are complete
         self._known: dict[tuple, bytes] = {}
         self._utf8 = getincrementaldecoder("utf-8")("replace")
@@ -179,26 +180,31 @@ class TokenBytes(_Speller):
         goes_on = 0x80 <= (added or b"\x80")[0] < 0xC0  # the character that has begun, which is wrong otherwise
         place = self._n_characters + (has_begun and not goes_on)
         self._n_characters += len(self._utf8.decode(added))
-        if self._name(token) is not None:
+        if self._name(token, self._text([token])) is not None:
             self._before = [*self._before[1 - CONTEXT_TOKENS :], token]
+            self._said = self._text(self._before)
         return place
 
     def _bytes(self, token: int) -> bytes:
-        name = self._name(token)
+        alone = self._text([token])
+        name = self._name(token, alone)
         if name is None:
             return b""
-        alone, own = self._text([token]), _bytes_of_name(name)
-        if own.decode(errors="replace") == alone and ("\ufffd" in alone or BYTE.fullmatch(name)):
-            return own
-        before, after = self._text(self._before), self._text([*self._before, token])
-        n_shared = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(before, after, strict=False)))
-        return after[n_shared:].encode()
+        is_byte = BYTE.fullmatch(name)
+        if is_byte or "\ufffd" in alone:
+            of_name = _bytes_by_character()
+            own = bytes.fromhex(name[3:5]) if is_byte else bytes(of_name[c] for c in name if c in of_name)
+            if own.decode(errors="replace") == alone:
+                return own
+        after = self._text([*self._before, token])
+        alike = takewhile(lambda pair: pair[0] == pair[1], zip(self._said, after, strict=False))
+        return after[len(self._said) if after.startswith(self._said) else len([*alike]) :].encode()
 
 
-def _bytes_of_name(name: str) -> bytes:
-    """Return the bytes that a name stands for in tokenizers of bytes: <0xE2>, or a character for each byte."""
-    of_bytes = {character: byte for byte, character in bytes_to_unicode().items()}
-    return bytes.fromhex(name[3:5]) if BYTE.fullmatch(name) else bytes(of_bytes[c] for c in name if c in of_bytes)
+@cache
+def _bytes_by_character() -> dict[str, int]:
+    """Return the bytes that the characters of names stand for in byte-level tokenizers."""
+    return {character: byte for byte, character in bytes_to_unicode().items()}
 
 
 class Pieces(_Speller):
@@ -240,7 +246,7 @@ class Pieces(_Speller):
         return text[:end]
 
     def _settled(self, token: int) -> str:
-        name = self._name(token)
+        name = self._name(token, self._text([token]))
         if name is None:
             return ""
         self.tokens.append(token)
