@@ -6,6 +6,7 @@ import json
 from itertools import pairwise
 
 import pytest
+from pydantic_core import to_json
 from tokenizers import decoders, models
 from transformers.convert_slow_tokenizer import bytes_to_unicode
 
@@ -28,6 +29,43 @@ def test_calls_of_tools_are_read_or_left_as_text():
         assert read_tool_calls(text) is None
     assert read_tool_calls("<tool_call>{" + '"a":{' * 5000 + "}" * 5001 + "</tool_call>") is None
     assert read_tool_calls("<tool_call>[1]</tool_call>") is None
+
+
+CALLS = {  # by what a model writes: the name and the arguments of each call
+    CALL: [("look_up", {"a": {"b": 1}})],
+    '<tool_call>{"name": "f", "arguments": "{\\"a\\": 1}"}</tool_call>': [("f", {"a": 1})],  # JSON text already
+    '<tool_call>{"name": "f", "arguments": {}}</tool_call><tool_call>{"name": "g", "arguments": ""}</tool_call>': [
+        ("f", {}),
+        ("g", {}),
+    ],
+    '{"name": "f", "parameters": {"a": "\\u20ac"}}': [("f", {"a": "\u20ac"})],  # Llama 3
+    '[{"name": "f", "arguments": {"a": null}}, {"name": "g", "arguments": {}}]': [("f", {"a": None}), ("g", {})],
+    '{"type": "function", "function": {"name": "f", "arguments": "{}"}}': [("f", {})],
+    '{"name": "f\\ud800", "arguments": {"\\udc00": "\\ud800"}}': [("f\ufffd", {"\ufffd": "\ufffd"})],  # halves
+}
+
+
+@pytest.mark.parametrize("text", CALLS)
+@pytest.mark.parametrize("n_together", [3, 1000])
+def test_arguments_are_the_json_text_of_an_object_however_the_model_writes_a_call(text, n_together):
+    tokens = TOKENIZER.convert_tokens_to_ids([bytes_to_unicode()[byte] for byte in text.encode()])
+    answer = AnswerText(TOKENIZER, (), (), offers_tools=True)
+    for start in range(0, len(tokens), n_together):
+        step = tokens[start : start + n_together]
+        assert answer.add(step, [1] * len(step)) == []
+    assert answer.end() == []
+    read = [one["function"] for one in answer.tool_calls]
+    assert [(one["name"], json.loads(one["arguments"])) for one in read] == CALLS[text]
+    assert to_json(answer.tool_calls)
+    assert len({one["id"] for one in answer.tool_calls}) == len(read)
+
+
+@pytest.mark.parametrize("arguments", ['"not JSON"', '"[1]"', '"null"', "[1]", "1", "true", "NaN", '{"a": 1e400}'])
+def test_calls_whose_arguments_are_no_object_stay_text(arguments):
+    for text in ('{"name": "f", "arguments": %s}', '<tool_call>{"name": "f", "arguments": %s}</tool_call>'):
+        assert read_tool_calls(text % arguments) is None
+    assert read_tool_calls('{"name": 5, "arguments": {}}') is None
+    assert read_tool_calls('{"name": "Ada"}') is None
 
 
 @pytest.mark.parametrize(
