@@ -37,7 +37,7 @@ class FinishedRun(AllRanksError):
 def shown(value: object) -> str:
     """Write a value on one line, shortened. Of one that cannot be written it is the type."""
     try:
-        text = " ".join(str(value).split())
+        text = " ".join(str(value).split()).encode(errors="replace").decode()
     except Exception:  # such as that of a number with more than 4,300 digits
         text = f"<{type(value).__name__}>"
     return text if len(text) <= SHOWN_CHARACTERS else f"{text[:SHOWN_CHARACTERS]}..."
@@ -79,5 +79,5 @@ def check_choice(name: str, value: object, choices: Iterable[str]) -> None:
 
 def nearest(word: object, known: Iterable[str]) -> str:
     """Return "; did you mean ...?" with the known word that is most like a wrong one, or "" if none is."""
-    near = difflib.get_close_matches(str(word), list(known), n=1, cutoff=0.5)
+    near = difflib.get_close_matches(shown(word), list(known), n=1, cutoff=0.5)
     return f"; did you mean {near[0]}?" if near else ""

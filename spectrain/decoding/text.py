@@ -70,7 +70,8 @@ class Reply:
 
 def is_one(prompt: Prompt | Sequence[Prompt]) -> bool:
     """Return whether this is one prompt, and no list of them."""
-    return isinstance(prompt, str) or (len(prompt) > 0 and isinstance(prompt[0], Mapping | Integral))
+    is_list = isinstance(prompt, Sequence) and not isinstance(prompt, str | bytes | bytearray)
+    return not is_list or (len(prompt) > 0 and isinstance(prompt[0], Mapping | Integral))
 
 
 def prompt_ids(tokenizer: PreTrainedTokenizerBase, prompt: Prompt) -> list[int]:

@@ -329,6 +329,26 @@ def message_of(turn: Mapping) -> dict:
     return {"role": role, "content": content if content.strip() else "", **more}
 
 
+def read_messages(messages: Sequence[Mapping]) -> Messages:
+    """Return messages that somebody sent, as `message_of` does, beside what else they hold.
+
+    Raises:
+        UserError: says which one cannot be read, and why.
+    """
+    read = []
+    for number, turn in enumerate(messages):
+        try:
+            read.append({**turn, **message_of(turn)})
+            calls = read[-1].get("tool_calls") or ()
+            if not all(isinstance(call["function"]["arguments"], Mapping) for call in calls):
+                raise Broken("has a call of a tool whose arguments are no JSON text of an object")
+            if read[-1]["role"] in ("system", "user") and not turn.keys() & {"content", "value", "text"}:
+                raise Broken("has no content")
+        except Broken as error:
+            raise UserError(f"messages[{number}] {error}") from None
+    return read
+
+
 def _call(call: object) -> dict:
     """Return a call of a tool whose arguments are an object, which OpenAI sends as text and templates write as JSON."""
     function = call.get("function", call) if isinstance(call, Mapping) else None
