@@ -12,7 +12,6 @@ A method whose module says `TOKENS_ONLY = True` drafts from tokens alone, so tha
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Mapping
 from pathlib import Path
 from types import MappingProxyType
@@ -25,19 +24,16 @@ from spectrain.errors import UserError, shown
 from spectrain.methods.budget import AUTO
 from spectrain.methods.folders import FOLDERS
 from spectrain.methods.options import build_function, module_of, option_types
-from spectrain.methods.registry import build_given, method_config, method_names
+from spectrain.methods.registry import build_given, method_config, method_names, say_if_folder
 from spectrain.models.artifacts import (
     check_artifact,
     check_tokenizer,
     check_weights,
     decoded_by,
-    is_export,
     read_lookup_facts,
     read_manifest,
 )
 from spectrain.stores.chats import clean
-
-log = logging.getLogger(__name__)
 
 LONGEST_NAME = 255  # bytes of a file's name
 
@@ -64,8 +60,7 @@ def load_method(source: str | Path, target: TargetModel, **options: object) -> D
     """
     name = name_of("method", source)
     if name in method_names():
-        if is_export(name):
-            log.warning("%s is a method and a folder here; the method is taken, ./%s is the folder", name, name)
+        say_if_folder(name)
         return _built(method_config(name), target, options)
     if Path(name).name == name and not Path(name).is_dir():
         raise UserError(f"method {name} is unknown; give a folder, or one of {', '.join(method_names())}")
