@@ -110,15 +110,12 @@ def open_export(folder: Path, target: TargetModel | None, options: Mapping = Map
 def _built(method: DictConfig, target: TargetModel | None, options: Mapping, ranks: bool = True) -> Drafter:
     """Build a method with other options: folders take the place of those that it names itself."""
     given = {name: options[name] for name in FOLDERS if options.get(name) is not None}
-    if isinstance(given.get("head"), list | tuple) or isinstance(given.get("datastore"), list | tuple):
-        raise UserError("head and datastore take one folder each, not a list")
     takes = option_types(build_function(method))
     others = {name: value for name, value in options.items() if name not in FOLDERS}
     others |= {name: AUTO for name in given if name in takes}
-    folders = {
-        name: [name_of(name, each) for each in one] if isinstance(one, list | tuple) else name_of(name, one)
-        for name, one in given.items()
-    }
+    has_several = isinstance(given.get("drafter"), list | tuple)
+    folders = {name: name_of(name, one) for name, one in given.items() if name != "drafter" or not has_several}
+    folders |= {"drafter": [name_of("drafter", one) for one in given["drafter"]]} if has_several else {}
     try:
         method = OmegaConf.merge(method, others)
     except OmegaConfBaseException as error:  # a value such as a tensor

@@ -29,8 +29,9 @@ from spectrain.methods.draft_chain import (
 )
 from spectrain.methods.options import Dtype, Nodes, Whole
 from spectrain.methods.stopping import StopRule
-from spectrain.models.artifacts import fastest_gamma, trained_acceptance
+from spectrain.models.artifacts import fastest_gamma, is_export, read_manifest, trained_acceptance
 from spectrain.models.draft_states import ModelStates, in_vocabulary, known_to
+from spectrain.models.kinds import about
 
 DRAFTER = "vanilla"
 GAMMA = 4  # drafted tokens per step
@@ -77,6 +78,8 @@ def load_draft_model(target: TargetModel, drafter: str, draft_dtype: str = "floa
     Raises:
         UserError: it cannot be loaded, or its tokenizer differs from the target's.
     """
+    if is_export(drafter) and (kind := read_manifest(Path(drafter)).kind) != DRAFTER:
+        raise UserError(f"drafter={drafter} is a {about(kind).noun}; give a vanilla drafter, or a Hugging Face folder")
     weights = draft_dtype_of(draft_dtype, target.device, target.dtype)
     dtype = str(target.dtype if weights == torch.int8 else weights).removeprefix("torch.")
     options = {"device": str(target.device), "graphs": "none" if target.graphs is None else "auto"}

@@ -73,7 +73,7 @@ def read_tool_calls(text: str) -> list[dict] | None:
     """
     found, rest = TOOL_CALL.findall(text), TOOL_CALL.sub("", text).strip()
     try:
-        read = [parse_json(one) for one in found] or parse_json(rest)
+        read = [{"parameters": {}, **parse_json(one)} for one in found] or parse_json(rest)
         calls = [{"index": n, **_call(one)} for n, one in enumerate(read if isinstance(read, list) else [read])]
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
         return None
@@ -86,10 +86,12 @@ def _call(call: dict) -> dict:
     arguments = call["arguments"] if "arguments" in call else call["parameters"]
     arguments = {} if arguments in (None, "") else arguments
     arguments = parse_json(arguments) if isinstance(arguments, str) else arguments
-    name = clean(call["name"] + "")
-    if not name or not isinstance(arguments, dict):
+    if not isinstance(call["name"], str) or not call["name"] or not isinstance(arguments, dict):
         raise ValueError("a call has a name, and its arguments are an object")
-    function = {"name": name, "arguments": clean(json.dumps(arguments, ensure_ascii=False, allow_nan=False))}
+    function = {
+        "name": clean(call["name"]),
+        "arguments": clean(json.dumps(arguments, ensure_ascii=False, allow_nan=False)),
+    }
     return {"id": f"call_{uuid.uuid4().hex[:24]}", "type": "function", "function": function}
 
 

@@ -196,6 +196,11 @@ def test_an_export_that_is_not_known_here_is_a_sentence(exports, target, tmp_pat
             assert sentence in str(said.value)
 
 
+def test_a_draft_model_of_another_kind_is_named(exports, target):
+    with pytest.raises(UserError, match="is a SpecDec\\+\\+ head; give a vanilla drafter, or a Hugging Face folder"):
+        load_method("speculative", target, drafter=exports / "head-vanilla")
+
+
 def test_a_bare_name_is_a_folder_unless_a_method_has_it(exports, target, monkeypatch, caplog):
     monkeypatch.chdir(exports)
     shutil.copytree("spire", "mine")
