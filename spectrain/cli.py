@@ -141,7 +141,11 @@ def expand_shorthands(arguments: Sequence[str], name: str) -> list[str]:
             raise UserError(f"{argument} has no name; write options as name=value")
         if argument.startswith("~"):
             raise UserError(f"{argument} would remove an option, which the command needs; give it another value")
-        if key == "method" and "method" in groups and "/" in value:
+        is_method = key == "method" and "method" in groups
+        is_here = is_method and "/" not in value and (Path(value) / "spectrain.json").is_file()
+        if is_here and is_file_of("method", value):
+            log.warning("%s is a method and a folder here: the method is taken; ./%s is the folder", value, value)
+        elif is_method and (is_here or "/" in value):
             from spectrain.models.artifacts import decoded_by  # here: it imports torch
 
             chosen, options = decoded_by(Path(value))

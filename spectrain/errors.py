@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import difflib
+import sys
 from collections.abc import Iterable
+
+SHOWN_CHARACTERS = 80  # of a wrong value
+LARGEST = sys.float_info.max
 
 
 class UserError(ValueError):
@@ -30,12 +34,21 @@ class FinishedRun(AllRanksError):
     """The run that was asked for is finished already. A sweep leaves it out, on all ranks or on none."""
 
 
-def check_whole(name: str, value: object, least: int, most: int | None = None) -> None:
+def shown(value: object) -> str:
+    """Write a value on one line, shortened. Of one that cannot be written it is the type."""
+    try:
+        text = " ".join(str(value).split()).encode(errors="replace").decode()
+    except Exception:  # such as that of a number with more than 4,300 digits
+        text = f"<{type(value).__name__}>"
+    return text if len(text) <= SHOWN_CHARACTERS else f"{text[:SHOWN_CHARACTERS]}..."
+
+
+def check_whole(name: str, value: object, least: int, most: int = 2**63 - 1) -> None:
     """Raise UserError unless the option `name` is a whole number of at least `least`, and at most `most`."""
     if not is_whole(value, least):
-        raise UserError(f"{name}={value} must be a whole number of at least {least}")
-    if most is not None and value > most:
-        raise UserError(f"{name}={value} must be at most {most}; lower it")
+        raise UserError(f"{name}={shown(value)} must be a whole number of at least {least}")
+    if value > most:
+        raise UserError(f"{name}={shown(value)} must be at most {most}; lower it")
 
 
 def is_whole(value: object, least: int) -> bool:
@@ -46,13 +59,13 @@ def is_whole(value: object, least: int) -> bool:
 def check_number(name: str, value: object, interval: str) -> None:
     """Raise UserError unless the option `name` is a number in an interval such as "[0, 1)" or "(0, inf)"."""
     if not is_in(value, interval):
-        raise UserError(f"{name}={value} must be a number in {interval}")
+        raise UserError(f"{name}={shown(value)} must be a number in {interval}")
 
 
 def is_in(value: object, interval: str) -> bool:
     """Return whether a value is a number in an interval such as "[0, 1)"."""
     low, high = map(float, interval[1:-1].split(","))
-    if isinstance(value, bool) or not isinstance(value, int | float) or not low <= value <= high:
+    if isinstance(value, bool) or not isinstance(value, int | float) or not low <= value <= min(high, LARGEST):
         return False
     return not (value == low and interval[0] == "(") and not (value == high and interval[-1] == ")")
 
@@ -60,11 +73,11 @@ def is_in(value: object, interval: str) -> bool:
 def check_choice(name: str, value: object, choices: Iterable[str]) -> None:
     """Raise UserError unless the option `name` has one of these values."""
     choices = list(choices)
-    if value not in choices:
-        raise UserError(f"{name}={value} must be one of {', '.join(choices)}{nearest(value, choices)}")
+    if not isinstance(value, str) or value not in choices:
+        raise UserError(f"{name}={shown(value)} must be one of {', '.join(choices)}{nearest(value, choices)}")
 
 
 def nearest(word: object, known: Iterable[str]) -> str:
     """Return "; did you mean ...?" with the known word that is most like a wrong one, or "" if none is."""
-    near = difflib.get_close_matches(str(word), list(known), n=1, cutoff=0.5)
+    near = difflib.get_close_matches(shown(word), list(known), n=1, cutoff=0.5)
     return f"; did you mean {near[0]}?" if near else ""

@@ -29,6 +29,7 @@ from spectrain.stores.folder import locked
 from spectrain.stores.texts import STDLIB_HELD_OUT, is_held_out
 from tests.conftest import SMALL_TRAINING
 from tests.methods.lookup_export import lookup_facts
+from tests.models.test_artifacts import export_spire
 
 ARTIFACTS = {name: next(iter(artifact_kinds(method_config(name)).values()), None) for name in method_names()}
 MODEL_FREE = {name for name, kind in ARTIFACTS.items() if kind is None}
@@ -325,6 +326,29 @@ def prepare(target: TargetModel, options: Bench) -> None:
     methods = method_configs(options, reserved=BASELINES)
     drafters, _ = build_methods(options, methods, target, Sampling(**vars(options.sampling)))
     bench.build_baselines(options, target, drafters)
+
+
+def test_all_methods_are_those_that_can_run_whatever_folders_are_given(opened, stored, monkeypatch, tmp_path):
+    """A method that lacks one of its folders is left out, although another one is given; a wrong folder is said."""
+    monkeypatch.chdir(tmp_path)
+
+    def built(*arguments: str) -> tuple[set[str], dict[str, str]]:
+        options = bench_options("methods=all", *arguments)
+        drafters, skipped = build_methods(options, method_configs(options), opened, Sampling())
+        assert drafters.keys() | skipped.keys() == {*method_names()}
+        return {*drafters}, skipped
+
+    drafters, skipped = built(f"datastore={stored}")
+    assert drafters == MODEL_FREE | OF_DATASTORES | {"auto"}
+    assert "holds no spire drafter" in skipped["spire_sssd"]
+    drafter = export_spire(tmp_path / "mine", opened)
+    drafters, skipped = built(f"drafter={drafter}")
+    assert {"spire", "spire_tree", "spire_sssd"} <= drafters
+    assert {"rest", "specdecpp", "speculative"} <= skipped.keys()
+    assert "spire_sssd" in built(f"drafter={drafter}", f"datastore={stored}")[0]
+    for wrong in (f"datastore={drafter}", f"head={drafter}", "drafter=nowhere/x"):
+        with pytest.raises(UserError):
+            built(wrong)
 
 
 def test_a_folder_in_use_is_refused_and_left_alone(run, asked):

@@ -147,7 +147,7 @@ def test_a_path_is_taken_as_it_is_typed():
     assert options("train", "corpus=stdlib").corpus.path is None
 
 
-def test_a_method_may_be_an_exported_folder(tmp_path):
+def test_a_method_may_be_an_exported_folder(tmp_path, monkeypatch, caplog):
     folder = lookup_facts(tmp_path / "my sssd", "sssd", {"max_nodes": 24, "min_matches": 2}, datastore=True)
     method = options("generate", "method.min_matches=7", f"method={folder}").method
     assert (method["max_nodes"], method["min_matches"]) == (24, 7)  # what is typed besides comes first
@@ -155,6 +155,14 @@ def test_a_method_may_be_an_exported_folder(tmp_path):
     of_head = {"kind": "head", "method": "specdecpp", "options": {}, "folders": {"head": "."}}
     (folder / "spectrain.json").write_text(json.dumps({**MANIFEST, **of_head}))
     assert options("generate", f"method={folder}").method["head"] == str(folder)
+    monkeypatch.chdir(tmp_path)
+    assert options("generate", "method=my sssd").method["head"] == "my sssd"  # a bare name is a folder here
+    (folder / "spectrain.json").write_text(json.dumps({**MANIFEST, **of_head, "kind": "eagle9"}))
+    with pytest.raises(UserError, match="my sssd cannot be used: kind eagle9 is unknown to this version of spectrain"):
+        expand_shorthands(["method=my sssd"], "generate")
+    folder.rename("pld")
+    assert options("generate", "method=pld").method["_target_"] == "spectrain.methods.pld.PromptLookup"
+    assert "pld is a method and a folder here: the method is taken; ./pld is the folder" in caplog.text
     with pytest.raises(UserError, match="method=no/where does not exist"):
         expand_shorthands(["method=no/where"], "generate")
 

@@ -16,9 +16,9 @@ from typing import Any, NamedTuple, TypeVar
 from omegaconf import MISSING, OmegaConf
 from omegaconf.errors import ConfigTypeError, ValidationError
 
+from spectrain import errors
 from spectrain.errors import UserError, nearest
 
-SHOWN_CHARACTERS = 80  # of a refused value
 WORDS = {bool: "true or false", int: "a whole number", float: "a number", str: "a text", type(None): "null"}
 Options = TypeVar("Options")
 
@@ -237,5 +237,5 @@ def _range(limits: Mapping[str, object]) -> str:
 
 def shown(value: object) -> str:
     """Write a value as it would be typed, shortened."""
-    text = {"None": "null", "True": "true", "False": "false"}.get(str(value), str(value))
-    return text if len(text) <= SHOWN_CHARACTERS else f"{text[:SHOWN_CHARACTERS]}..."
+    text = errors.shown(value)
+    return {"None": "null", "True": "true", "False": "false"}.get(text, text)

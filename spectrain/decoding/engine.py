@@ -26,7 +26,7 @@ from spectrain.decoding.prefixes import Prefixes
 from spectrain.decoding.rehearsal import rehearse
 from spectrain.decoding.sampling import Sampling, row_generator
 from spectrain.decoding.target import TargetModel, TargetOutput, unread_parts
-from spectrain.errors import UserError, check_whole
+from spectrain.errors import UserError, check_whole, shown
 
 MOST_NODES = 128  # of a step, for which the cache has room behind the text from the start
 PIECE = {"cpu": 128, "cuda": 1024}  # tokens of a long prompt that are read between two steps of other rows
@@ -455,7 +455,7 @@ def check_prompt(target: TargetModel, prompt: Sequence[int], max_new_tokens: int
     wrong = [token for token in (min(prompt), max(prompt)) if not 0 <= token < target.vocab_size]
     if wrong:
         raise UserError(
-            f"{name} holds token id {wrong[0]}, but the target's vocabulary has {target.vocab_size}; "
+            f"{name} holds token id {shown(wrong[0])}, but the target's vocabulary has {target.vocab_size}; "
             "tokenize it with the target's tokenizer"
         )
     if len(prompt) + max_new_tokens > target.max_positions:

@@ -25,13 +25,16 @@ if TYPE_CHECKING:
     from spectrain.decoding.drafter import Drafter
 
 DRAWS = ("auto", "inverse", "shared")
+GREEDY_BELOW = 1e-5  # a lower temperature counts as 0, as in vLLM: logits divided by it may overflow
+UNIFORM_ABOVE = 1e30  # a higher one counts as this: as float32 it could be infinite
+MOST_TOP_K = 2**31 - 1
 
 
 @dataclass(frozen=True)
 class Sampling:
     """Temperature, top-k, top-p and min-p, applied in Hugging Face's order. The default is greedy decoding."""
 
-    temperature: float = 0.0  # 0: greedy
+    temperature: float = 0.0  # 0, and below GREEDY_BELOW: greedy
     top_k: int = 0  # 0: off
     top_p: float = 1.0  # 1: off
     min_p: float = 0.0  # 0: off
@@ -40,8 +43,10 @@ class Sampling:
     def __post_init__(self) -> None:
         for name, interval in (("temperature", "[0, inf)"), ("top_p", "(0, 1]"), ("min_p", "[0, 1)")):
             check_number(f"sampling.{name}", getattr(self, name), interval)
-        check_whole("sampling.top_k", self.top_k, 0)
+        check_whole("sampling.top_k", self.top_k, 0, MOST_TOP_K)
         check_choice("sampling.draws", self.draws, DRAWS)
+        temperature = 0.0 if self.temperature < GREEDY_BELOW else min(self.temperature, UNIFORM_ABOVE)
+        object.__setattr__(self, "temperature", temperature)
         with torch.inference_mode(False):  # [1, 4] float64, as kernels read them
             numbers = [[self.temperature, self.top_p, self.min_p, self.top_k]]
             object.__setattr__(self, "options", torch.tensor(numbers, dtype=torch.float64, device="cpu"))

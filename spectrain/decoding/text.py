@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import re
+from codecs import getincrementaldecoder
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cache
+from itertools import takewhile
 from numbers import Integral
 
 from transformers import PreTrainedTokenizerBase
+from transformers.convert_slow_tokenizer import bytes_to_unicode
 
 from spectrain.decoding.generation import Generation
 from spectrain.decoding.loop import TokenLogprobs
@@ -67,7 +71,8 @@ class Reply:
 
 def is_one(prompt: Prompt | Sequence[Prompt]) -> bool:
     """Return whether this is one prompt, and no list of them."""
-    return isinstance(prompt, str) or (len(prompt) > 0 and isinstance(prompt[0], Mapping | Integral))
+    is_list = isinstance(prompt, Sequence) and not isinstance(prompt, str | bytes | bytearray)
+    return not is_list or (len(prompt) > 0 and isinstance(prompt[0], Mapping | Integral))
 
 
 def prompt_ids(tokenizer: PreTrainedTokenizerBase, prompt: Prompt) -> list[int]:
@@ -137,25 +142,97 @@ def told(tokenizer: PreTrainedTokenizerBase, name: str, advice: str) -> Iterator
         ) from error
 
 
-class Pieces:
+class _Speller:
+    """Says which tokens have a text, and what several of them together spell.
+
+    Special tokens, those in `dropped`, and ids that the tokenizer does not know have no text.
+    """
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, dropped: Iterable[int] = ()) -> None:
+        self.tokenizer, self.dropped = tokenizer, frozenset(dropped)
+        backend = getattr(tokenizer, "backend_tokenizer", None)
+        is_plain = backend is not None and not tokenizer.clean_up_tokenization_spaces
+        self._decode = backend.decode if is_plain else tokenizer.decode  # which copies each list of ids first
+
+    def _name(self, token: int, alone: str) -> str | None:
+        """Return the name of a token that has a text, else None. `alone` is what it spells by itself."""
+        is_special = not alone and self.tokenizer.decode([token])
+        return None if is_special or token in self.dropped else self.tokenizer.convert_ids_to_tokens(token)
+
+    def _text(self, tokens: list[int]) -> str:
+        return self._decode(tokens, skip_special_tokens=True)
+
+
+class TokenBytes(_Speller):
+    """The bytes that each token adds to a text, also of tokens that hold a part of a character.
+
+    Together they are the text's UTF-8. Only spaces that a tokenizer cleans up after they were written stay in them.
+    """
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, dropped: Iterable[int] = ()) -> None:
+        super().__init__(tokenizer, dropped)
+        self._before, self._said = [], ""  # the last tokens that have a text, and that
+        self._n_characters = 0  # of the text so far that are complete
+        self._known: dict[tuple, bytes] = {}
+        self._utf8 = getincrementaldecoder("utf-8")("replace")
+
+    def of(self, token: int) -> bytes:
+        """Return what a token would add now: the first of a text may lose the space that it begins with."""
+        key = tuple(self._before) if self.tokenizer.clean_up_tokenization_spaces else bool(self._before), token
+        if key not in self._known:
+            self._known[key] = self._bytes(token)
+        return self._known[key]
+
+    def add(self, token: int) -> int:
+        """Let a token be written. Return the place in the text of the character that it begins in."""
+        added, has_begun = self.of(token), bool(self._utf8.getstate()[0])
+        goes_on = 0x80 <= (added or b"\x80")[0] < 0xC0  # the character that has begun, which is wrong otherwise
+        place = self._n_characters + (has_begun and not goes_on)
+        self._n_characters += len(self._utf8.decode(added))
+        if self._name(token, self._text([token])) is not None:
+            self._before = [*self._before[1 - CONTEXT_TOKENS :], token]
+            self._said = self._text(self._before)
+        return place
+
+    def _bytes(self, token: int) -> bytes:
+        alone = self._text([token])
+        name = self._name(token, alone)
+        if name is None:
+            return b""
+        is_byte = BYTE.fullmatch(name)
+        if is_byte or "\ufffd" in alone:
+            of_name = _bytes_by_character()
+            own = bytes.fromhex(name[3:5]) if is_byte else bytes(of_name[c] for c in name if c in of_name)
+            if own.decode(errors="replace") == alone:
+                return own
+        after = self._text([*self._before, token])
+        alike = takewhile(lambda pair: pair[0] == pair[1], zip(self._said, after, strict=False))
+        return after[len(self._said) if after.startswith(self._said) else len([*alike]) :].encode()
+
+
+@cache
+def _bytes_by_character() -> dict[str, int]:
+    """Return the bytes that the characters of names stand for in byte-level tokenizers."""
+    return {character: byte for byte, character in bytes_to_unicode().items()}
+
+
+class Pieces(_Speller):
     """Turns tokens into printable pieces of text, which together are the text that all tokens decode to.
 
     What later tokens can still change is held back: a character whose bytes are not all there, and spaces that the
-    tokenizer may clean up. Special tokens, those in `dropped`, and ids that the tokenizer does not know have no text.
-    The text ends before the first of the texts in `stop`, so what one of them may begin with is held back, too.
+    tokenizer may clean up. The text ends before the first of the texts in `stop`, so what one of them may begin with is
+    held back, too.
     """
 
     def __init__(
         self, tokenizer: PreTrainedTokenizerBase, dropped: Iterable[int] = (), stop: Sequence[str] = ()
     ) -> None:
-        self.tokenizer, self.dropped, self.stop = tokenizer, frozenset(dropped), stop
+        super().__init__(tokenizer, dropped)
+        self.stop = stop
         self.tokens: list[int] = []  # the last ones: the text of a token depends on its neighbours
         self.given = 0  # characters of their text that were given out
         self.held = ""  # given out so far but for a stop text, which may begin with it
         self.stopped = False
-        backend = getattr(tokenizer, "backend_tokenizer", None)
-        is_plain = backend is not None and not tokenizer.clean_up_tokenization_spaces
-        self._decode = backend.decode if is_plain else tokenizer.decode  # which copies each list of ids first
 
     def add(self, token: int) -> str:
         """Return the text that can be printed now, which may be empty."""
@@ -178,9 +255,8 @@ class Pieces:
         return text[:end]
 
     def _settled(self, token: int) -> str:
-        name = self.tokenizer.convert_ids_to_tokens(token)
-        is_special = not self._text([token]) and self.tokenizer.decode([token])
-        if name is None or is_special or token in self.dropped:
+        name = self._name(token, self._text([token]))
+        if name is None:
             return ""
         self.tokens.append(token)
         # If one byte of a run is wrong, all bytes of the run become U+FFFD, so it is known only when the run has ended.
@@ -197,6 +273,3 @@ class Pieces:
         if self.given and last.endswith(text[self.given - 1 :]):
             self.tokens, self.given = self.tokens[-CONTEXT_TOKENS:], self.given + len(last) - len(text)
         return piece
-
-    def _text(self, tokens: list[int]) -> str:
-        return self._decode(tokens, skip_special_tokens=True)

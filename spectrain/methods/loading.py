@@ -17,22 +17,25 @@ from pathlib import Path
 from types import MappingProxyType
 
 from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
 
 from spectrain.decoding import Drafter, TargetModel, fingerprint, tokenizer_fingerprint
-from spectrain.errors import UserError
+from spectrain.errors import UserError, shown
 from spectrain.methods.budget import AUTO
 from spectrain.methods.folders import FOLDERS
 from spectrain.methods.options import build_function, module_of, option_types
-from spectrain.methods.registry import build_given, method_config, method_names
+from spectrain.methods.registry import build_given, method_config, method_names, say_if_folder
 from spectrain.models.artifacts import (
     check_artifact,
     check_tokenizer,
     check_weights,
     decoded_by,
-    is_export,
     read_lookup_facts,
     read_manifest,
 )
+from spectrain.stores.chats import clean
+
+LONGEST_NAME = 255  # bytes of a file's name
 
 
 def token_methods() -> list[str]:
@@ -55,11 +58,20 @@ def load_method(source: str | Path, target: TargetModel, **options: object) -> D
         UserError: there is no such method or folder, the folder is damaged or of another version, was made for another
             target or tokenizer, or the method has no such option.
     """
-    if is_export(source) or str(source) not in method_names():
-        if Path(source).name == str(source) and not Path(source).is_dir():
-            raise UserError(f"method {source} is unknown; give a folder, or one of {', '.join(method_names())}")
-        return open_export(Path(source), target, options)
-    return _built(method_config(str(source)), target, options)
+    name = name_of("method", source)
+    if name in method_names():
+        say_if_folder(name)
+        return _built(method_config(name), target, options)
+    if Path(name).name == name and not Path(name).is_dir():
+        raise UserError(f"method {name} is unknown; give a folder, or one of {', '.join(method_names())}")
+    return open_export(Path(name), target, options)
+
+
+def name_of(option: str, value: object) -> str:
+    """Return a name or path as text. Raise UserError where it is none, or longer than a file system allows."""
+    if not isinstance(value, str | Path) or not str(value) or len(Path(value).name) > LONGEST_NAME:
+        raise UserError(f"{option}={shown(value)} must be a name or a path")
+    return clean(str(value))
 
 
 def open_export(folder: Path, target: TargetModel | None, options: Mapping = MappingProxyType({})) -> Drafter:
@@ -97,8 +109,15 @@ def open_export(folder: Path, target: TargetModel | None, options: Mapping = Map
 
 def _built(method: DictConfig, target: TargetModel | None, options: Mapping, ranks: bool = True) -> Drafter:
     """Build a method with other options: folders take the place of those that it names itself."""
-    given, takes = {name: options[name] for name in FOLDERS if options.get(name)}, option_types(build_function(method))
-    others = {name: value for name, value in options.items() if name not in given}
+    given = {name: options[name] for name in FOLDERS if options.get(name) is not None}
+    takes = option_types(build_function(method))
+    others = {name: value for name, value in options.items() if name not in FOLDERS}
     others |= {name: AUTO for name in given if name in takes}
-    folders = {name: list(map(str, one)) if isinstance(one, list | tuple) else str(one) for name, one in given.items()}
-    return build_given(OmegaConf.merge(method, others), target, folders, ranks=ranks)
+    has_several = isinstance(given.get("drafter"), list | tuple)
+    folders = {name: name_of(name, one) for name, one in given.items() if name != "drafter" or not has_several}
+    folders |= {"drafter": [name_of("drafter", one) for one in given["drafter"]]} if has_several else {}
+    try:
+        method = OmegaConf.merge(method, others)
+    except OmegaConfBaseException as error:  # a value such as a tensor
+        raise UserError(f"{error.full_key}={shown(options.get(error.full_key))} must be a plain value") from error
+    return build_given(method, target, folders, ranks=ranks)

@@ -19,6 +19,7 @@ from omegaconf import ListConfig, OmegaConf
 from spectrain.config.fields import WORDS, shown
 from spectrain.errors import UserError, is_in, is_whole, nearest
 
+MOST = 2**31  # of whole numbers
 Whole = Annotated[int, 1]
 Share = Annotated[float, "(0, 1)"]
 Nodes = Annotated[int, 2] | Literal["auto", "paper"]  # a step's: root, guesses and probes
@@ -83,9 +84,9 @@ def _members(kind: object) -> Sequence[object]:
 def _fits(value: object, kind: object) -> bool:
     if get_origin(kind) is Annotated:
         of, limit = get_args(kind)
-        return is_whole(value, limit) if of is int else is_in(value, limit)
+        return is_whole(value, limit) and value < MOST if of is int else is_in(value, limit)
     if get_origin(kind) is Literal:
-        return value in get_args(kind)
+        return isinstance(value, str) and value in get_args(kind)
     if kind is float:
         return type(value) in (int, float)
     if kind in WORDS:

@@ -93,7 +93,9 @@ def method_configs(command: Bench, reserved: Collection[str] = ()) -> dict[str, 
     for name in dict.fromkeys([BASELINE, *(known if takes_all(command) else names(command.methods))]):
         changes, exported = dict(command.variants.get(name) or {}), {}
         base = changes.pop("method", name)
-        if name not in known:
+        if name in known:
+            say_if_folder(name)
+        else:
             if not is_export(name):
                 near = nearest(name, known)
                 raise UserError(
@@ -109,6 +111,12 @@ def method_configs(command: Bench, reserved: Collection[str] = ()) -> dict[str, 
         check_options(build_function(options), changes, base, f"variants.{name}.")
         found[name] = OmegaConf.merge(options, changes, exported)
     return found
+
+
+def say_if_folder(name: str) -> None:
+    """Say in the log that a name means the method where an exported folder here has it, too."""
+    if is_export(name):
+        log.warning("%s is a method and a folder here: the method is taken; ./%s is the folder", name, name)
 
 
 def takes_all(command: Bench) -> bool:
@@ -222,7 +230,7 @@ def build_methods(
     given, built, skipped = given_artifacts(command.drafter, command.head, command.datastore), {}, {}
     for name, options in methods.items():
         kinds = artifact_kinds(options).values()
-        may_lack = command.method is None and takes_all(command) and kinds and not given.keys() & set(kinds)
+        may_lack = command.method is None and takes_all(command) and set(kinds) - given.keys()
         try:
             built[name] = warned(build_method(options, target, given), sampling)
         except UserError as error:

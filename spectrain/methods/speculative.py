@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -28,8 +29,9 @@ from spectrain.methods.draft_chain import (
 )
 from spectrain.methods.options import Dtype, Nodes, Whole
 from spectrain.methods.stopping import StopRule
-from spectrain.models.artifacts import fastest_gamma, trained_acceptance
-from spectrain.models.draft_states import ModelStates, in_vocabulary
+from spectrain.models.artifacts import fastest_gamma, is_export, read_manifest, trained_acceptance
+from spectrain.models.draft_states import ModelStates, in_vocabulary, known_to
+from spectrain.models.kinds import about
 
 DRAFTER = "vanilla"
 GAMMA = 4  # drafted tokens per step
@@ -76,6 +78,8 @@ def load_draft_model(target: TargetModel, drafter: str, draft_dtype: str = "floa
     Raises:
         UserError: it cannot be loaded, or its tokenizer differs from the target's.
     """
+    if is_export(drafter) and (kind := read_manifest(Path(drafter)).kind) != DRAFTER:
+        raise UserError(f"drafter={drafter} is a {about(kind).noun}; give a vanilla drafter, or a Hugging Face folder")
     weights = draft_dtype_of(draft_dtype, target.device, target.dtype)
     dtype = str(target.dtype if weights == torch.int8 else weights).removeprefix("torch.")
     options = {"device": str(target.device), "graphs": "none" if target.graphs is None else "auto"}
@@ -139,6 +143,7 @@ class Speculative(ChainDrafter):
                 f"{self.max_positions}; shorten the prompt, lower max_new_tokens or choose another drafter"
             )
         prompts = context.tokens[rows.start : rows.stop, : max(lengths)].to(self.draft_model.device)
+        prompts = known_to(self.draft_model, prompts)
         self.draft_model.prefill(prompts, lengths, self.cache, rows)
 
     def draft(self, context: Context, gamma: int) -> DraftTree:
@@ -162,7 +167,7 @@ class Speculative(ChainDrafter):
         used = model.reach(cache, 1 + PIECE * -(-n_steps // PIECE))
 
         def read(i: int, tokens: Tensor, positions: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
-            logits, _, hidden = model.score_at(positions, tokens, cache, used)
+            logits, _, hidden = model.score_at(positions, known_to(model, tokens), cache, used)
             return in_vocabulary(logits[:, -1], self.vocab_size), state if hidden is None else hidden[:, -1]
 
         # Of no width where no rule reads states.
@@ -180,7 +185,8 @@ class Speculative(ChainDrafter):
         device = self.draft_model.device
         lengths = self.cache.lengths_on(device) - 1
         self.cache.truncate([length - 1 for length in self.cache.lengths], lengths)  # the root is read once more
-        moved = DraftTree(*(values.to(device) for values in (tree.tokens, tree.parents, tree.source)))
+        tokens = known_to(self.draft_model, tree.tokens)
+        moved = DraftTree(*(values.to(device) for values in (tokens, tree.parents, tree.source)))
         logits = self.draft_model.score(moved, self.cache).logits[:, -n_new:]
         self.cache.keep(1)
         return in_vocabulary(logits, self.vocab_size).to(context.device)
@@ -220,6 +226,7 @@ class Speculative(ChainDrafter):
 
     def _read(self, chain: DraftTree, context: Context, model: TargetModel | None = None) -> DraftStep:
         """Run the draft model on one chain per row and keep it. Returns what it says at the end of each chain."""
+        chain = replace(chain, tokens=known_to(self.draft_model, chain.tokens))
         output = (model or self.draft_model).score(chain, self.cache)
         self.cache.keep(chain.shape[1])
         logits = in_vocabulary(output.logits[:, -1], self.vocab_size).to(context.device)

@@ -17,9 +17,10 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
+from spectrain.config import conf_dir
 from spectrain.decoding import TargetModel, fingerprint
 from spectrain.decoding.loading import check_finite
-from spectrain.errors import UserError
+from spectrain.errors import UserError, shown
 from spectrain.models.kinds import about
 from spectrain.models.spire import SpireConfig, SpireDrafter
 from spectrain.stores import locations
@@ -69,9 +70,16 @@ def read_manifest(folder: Path, option: str = "drafter") -> Artifact:
     if not file.is_file():
         what = f"has no {MANIFEST}" if folder.is_dir() else "does not exist"
         raise UserError(f"{option}={folder} {what}; give a folder that spectrain.train exported")
+    version = read_object(file, dict, "export it again").get("version")
+    if version is not None and version != VERSION:
+        is_newer = isinstance(version, int) and version > VERSION
+        advice = "install the version of spectrain that made it" if is_newer else "export it again"
+        raise UserError(f"{folder} has format version {shown(version)}, not {VERSION}; {advice}")
     artifact = read_object(file, Artifact, "export it again")
-    if artifact.version != VERSION:
-        raise UserError(f"{folder} has format version {artifact.version}, not {VERSION}; export it again")
+    try:
+        about(artifact.kind)
+    except UserError as error:
+        raise UserError(f"{folder} cannot be used: {error}") from None
     return artifact
 
 
@@ -89,6 +97,9 @@ def decoded_by(folder: Path) -> tuple[str, dict]:
     artifact = read_manifest(folder, "method")
     if artifact.method is None:
         raise UserError(f"{folder} is of kind {artifact.kind}, with which no method decodes; give another folder")
+    if not (conf_dir() / "method" / f"{artifact.method}.yaml").is_file():
+        method = shown(artifact.method)
+        raise UserError(f"{folder} is decoded by the method {method}, which is unknown here; install a newer spectrain")
     inside = {option: str(folder / name) for option, name in artifact.folders.items()}
     return artifact.method, artifact.options | inside
 

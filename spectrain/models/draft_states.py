@@ -75,7 +75,7 @@ class ModelStates(DraftStates):
         return fingerprint(self.model.model, self.model.tokenizer)
 
     def hidden(self, tokens: Tensor, captured: Tensor | None = None) -> Tensor:
-        return self.model.features(tokens).final_hidden
+        return self.model.features(known_to(self.model, tokens)).final_hidden
 
     def logits(self, hidden: Tensor) -> Tensor:
         return in_vocabulary(self.model.logits_of(hidden), self.vocab_size)
@@ -111,3 +111,8 @@ def in_vocabulary(logits: Tensor, vocab_size: int) -> Tensor:
     """Cut logits to the vocabulary, or add tokens of probability 0: embeddings of one tokenizer may differ in size."""
     extra = vocab_size - logits.shape[-1]
     return logits if extra == 0 else F.pad(logits, (0, extra), value=-torch.inf)
+
+
+def known_to(model: TargetModel, tokens: Tensor) -> Tensor:
+    """Return tokens as a draft model reads them: its last one stands for those that its embedding lacks."""
+    return tokens.clamp_max(model.vocab_size - 1)

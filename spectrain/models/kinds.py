@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from importlib import import_module
 
+from spectrain.errors import UserError, shown
+
 
 @dataclass(frozen=True)
 class Kind:
@@ -36,5 +38,10 @@ OTHERS = {
 
 
 def about(kind: str) -> Kind:
-    """Describe a kind of artifact."""
-    return OTHERS[kind] if kind in OTHERS else import_module(f"spectrain.models.{kind}").KIND
+    """Describe a kind of artifact. Raise UserError where there is none of this name."""
+    if kind in OTHERS:
+        return OTHERS[kind]
+    try:
+        return import_module(f"spectrain.models.{kind}").KIND
+    except (ModuleNotFoundError, AttributeError, ValueError):
+        raise UserError(f"kind {shown(kind)} is unknown to this version of spectrain; install a newer one") from None

@@ -31,8 +31,9 @@ class Access:
 
     def check(self, method: str, path: str, headers: Headers) -> None:
         """Raise ApiError where a request is not let in."""
-        host = headers.get("host", "")
-        if not self._is_own(urlsplit(f"//{host}").hostname or ""):  # a foreign name that was pointed at this machine
+        host = headers.get("host")
+        # A foreign name that was pointed at this machine. Browsers always say a name, which HTTP/1.0 need not do.
+        if host is not None and not self._is_own(urlsplit(f"//{host}").hostname or ""):
             raise ApiError(403, "this Host is not served; add it to allow_hosts")
         origin = headers.get("origin")
         is_foreign = origin not in (None, *self.origins) and urlsplit(origin).netloc != host

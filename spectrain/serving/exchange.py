@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 from starlette.responses import Response
 
 from spectrain.decoding import Emitted, Generation, Request, Source
+from spectrain.decoding.text import TokenBytes
 from spectrain.errors import UserError
 from spectrain.serving.protocol import ApiError, ChatRequest, Fields, Shape, usage_of
 from spectrain.serving.replies import AnswerText, chat_logprobs, completion_logprobs, statistics_of
@@ -33,7 +34,7 @@ class _Choice:
         fields, target = exchange.fields, exchange.service.target
         offers_tools = isinstance(fields, ChatRequest) and fields.offered is not None
         self.index, self.text = index, AnswerText(target.tokenizer, target.eos_ids, fields.stops, offers_tools)
-        self.n_characters = 0  # of its tokens' texts, by which completions count
+        self.spelled = TokenBytes(target.tokenizer, target.eos_ids)  # of which log-probabilities are told
         self.first_s = self.last_s = 0.0  # when tokens came
         self.generation: Generation | None = None
 
@@ -156,12 +157,7 @@ class Exchange(Response):
     def _logprobs(self, choice: _Choice, tokens: Sequence[int], found: Sequence | None) -> dict | None:
         if self.fields.n_logprobs is None or not tokens:
             return None
-        tokenizer = self.service.target.tokenizer
-        if self.shape.is_chat:
-            return chat_logprobs(tokenizer, tokens, found)
-        named = completion_logprobs(tokenizer, tokens, found, choice.n_characters)
-        choice.n_characters += sum(map(len, named["tokens"]))
-        return named
+        return (chat_logprobs if self.shape.is_chat else completion_logprobs)(choice.spelled, tokens, found)
 
     async def _whole(self, steps: AsyncIterator, choices: list[_Choice], send: Callable) -> None:
         texts, found = [[] for _ in choices], [[] for _ in choices]

@@ -13,20 +13,25 @@ import weakref
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
+from numbers import Integral
 from pathlib import Path
 from queue import SimpleQueue
 from typing import TypedDict, TypeVar, Unpack, overload
 
+import numpy as np
 import torch
 
 from spectrain.decoding import Drafter, Emitted, Request, Sampling, TargetModel, load_target
+from spectrain.decoding.sampling import DRAWS
 from spectrain.decoding.text import Pieces, Prompt, Reply, chat_ids, is_one, prompt_ids
 from spectrain.decoding.tree import Source
-from spectrain.errors import UserError, check_whole
-from spectrain.methods.loading import load_method
+from spectrain.errors import UserError, check_choice, check_number, check_whole, shown
+from spectrain.methods.loading import load_method, name_of
 from spectrain.models.packages import dtype_of, target_path
 from spectrain.serving.worker import Ticket, open_worker
+from spectrain.stores.turns import clean, read_messages
 
+BYTES = bytes | bytearray | memoryview  # sequences of numbers, which are no token ids
 NEW_TOKENS = 512  # of a continuation, where max_new_tokens is not given
 S = TypeVar("S", bound="_Continuation")
 
@@ -164,8 +169,12 @@ class LLM:
         device: str = "auto",
         **method_options: object,
     ) -> None:
+        check_choice("draws", draws, DRAWS)
+        if memory is not None:
+            check_number("memory", memory, "(0, inf)")
+        dtype, device = name_of("dtype", dtype), name_of("device", device)
         if not isinstance(target, TargetModel):
-            path = target_path(str(target))
+            path = target_path(name_of("target", target))
             chosen = {"path": path, "dtype": dtype, "device": device}
             target = load_target(path, dtype_of(chosen, torch.cuda.is_available()), device)
         elif (dtype, device) != ("auto", "auto"):
@@ -202,6 +211,7 @@ class LLM:
         Raises:
             UserError: a prompt is empty or too long, or an option is wrong.
         """
+        prompt = _plain(prompt)
         streams = self._opened(Stream, prompt, options)
         try:
             for stream in streams:
@@ -225,6 +235,7 @@ class LLM:
     async def agenerate(self, prompt: Sequence[Prompt], **options: Unpack[Options]) -> list[Reply]: ...
     async def agenerate(self, prompt, **options):
         """`generate`, awaited."""
+        prompt = _plain(prompt)
         streams = self._opened(AsyncStream, prompt, options)
         try:
             for stream in streams:
@@ -250,10 +261,14 @@ class LLM:
         self.close()
 
     def _chat_ids(self, messages: str | Sequence[Mapping[str, str]], system: str) -> list[int]:
+        if not isinstance(system, str):
+            raise UserError(f"system={shown(system)} must be a text")
         if self.target.tokenizer.chat_template is None:
             raise UserError("the target's tokenizer has no chat template; use generate, which continues a text")
         turns = [{"role": "user", "content": messages}] if isinstance(messages, str) else messages
-        return chat_ids(self.target.tokenizer, turns, system=system)
+        if not isinstance(turns, list | tuple) or not turns or not isinstance(turns[0], Mapping):
+            raise UserError(f"messages={shown(turns)} must be a text, or a list of turns with role and content")
+        return chat_ids(self.target.tokenizer, _checked(turns), system=clean(system))
 
     def _opened(self, kind: type[S], prompt: Prompt | Sequence[Prompt], options: Options) -> list[S]:
         prompts = enumerate([prompt] if is_one(prompt) else prompt)
@@ -267,16 +282,36 @@ class LLM:
         *,
         max_new_tokens: int | None = None,
         seed: int = 0,
-        stop: str | Sequence[str] = (),
+        stop: str | Sequence[str] | None = (),
         logprobs: int | None = None,
         **sampling: float,
     ) -> Request:
-        ids, stop = prompt_ids(self.target.tokenizer, prompt), (stop,) if isinstance(stop, str) else tuple(stop)
-        if not all(isinstance(text, str) and text for text in stop):
-            raise UserError(f"stop={list(stop)} must be texts that are not empty")
+        stop = (stop,) if isinstance(stop, str) else () if stop is None else stop
+        if not isinstance(stop, list | tuple) or not all(isinstance(text, str) and text for text in stop):
+            raise UserError(f"stop={shown(stop)} must be texts that are not empty")
         if "draws" in sampling:
             raise UserError("draws is chosen for all texts; give LLM(..., draws=...)")
         check_whole("seed", seed, 0, 2**32 - 1)
-        check_whole("logprobs", logprobs or 0, 0)
+        if logprobs is not None:
+            check_whole("logprobs", logprobs, 0, self.target.vocab_size)
+        ids = prompt_ids(self.target.tokenizer, _checked(prompt))
         most = max(1, min(NEW_TOKENS, self.max_length - len(ids))) if max_new_tokens is None else max_new_tokens
-        return Request(ids, most, Sampling.from_options(sampling), seed, number, stop, logprobs)
+        return Request(ids, most, Sampling.from_options(sampling), seed, number, tuple(stop), logprobs)
+
+
+def _plain(prompt: object) -> object:
+    """Return a tensor or an array as a list, and everything else as it is."""
+    return prompt.tolist() if isinstance(prompt, torch.Tensor | np.ndarray) else prompt
+
+
+def _checked(prompt: object) -> Prompt:
+    """Return a prompt of what somebody gave as one. Raise UserError where it is none."""
+    prompt = _plain(prompt)
+    if isinstance(prompt, str):
+        return clean(prompt)
+    parts = list(prompt) if isinstance(prompt, Sequence) and not isinstance(prompt, BYTES) else [None]
+    if all(isinstance(part, Integral) and not isinstance(part, bool) for part in parts):
+        return parts
+    if not all(isinstance(part, Mapping) for part in parts):
+        raise UserError(f"{shown(prompt)} is no prompt; give a text, a list of messages, or a list of token ids")
+    return read_messages(parts)

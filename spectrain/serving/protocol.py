@@ -5,6 +5,8 @@ Fields that are not known are refused by name, as are those of `NEUTRAL` with a 
 
 from __future__ import annotations
 
+import json
+import re
 import time
 import uuid
 from collections.abc import Sequence
@@ -17,13 +19,14 @@ from pydantic_core import PydanticCustomError, to_json
 
 from spectrain.decoding import Sampling
 from spectrain.errors import nearest
+from spectrain.stores.chats import clean
 
 MOST_CHOICES = 128  # prompts times n of a request
 MOST_STOPS = 4
 STOP_CHARACTERS = 256
 MOST_LOGPROBS = 20
+MOST = 2**31 - 1  # of whole numbers
 COMPLETION_TOKENS = 16  # of a completion that says no max_tokens, as in OpenAI's API
-GREEDY_BELOW = 1e-5  # a temperature so small would only overflow
 # Fields that we do not have, with the values that change nothing.
 NEUTRAL: dict[str, tuple] = {
     "best_of": (1,),
@@ -42,11 +45,11 @@ WITHOUT_EFFECT = ("metadata", "prompt_cache_key", "safety_identifier", "service_
 
 SHOWN_CHARACTERS = 100  # of a name that a client made up
 
-Whole = Annotated[int, Field(ge=1)]
+Whole = Annotated[int, Field(ge=1, le=MOST)]
 
 StopText = Annotated[str, Field(min_length=1, max_length=STOP_CHARACTERS)]
 Texts = Annotated[list[str], Field(min_length=1, fail_fast=True)]
-TokenIds = Annotated[list[Annotated[int, Field(ge=0)]], Field(min_length=1, fail_fast=True)]
+TokenIds = Annotated[list[Annotated[int, Field(ge=0, le=MOST)]], Field(min_length=1, fail_fast=True)]
 
 
 class ApiError(Exception):
@@ -111,7 +114,7 @@ class Fields(Model):
     max_tokens: Whole | None = None
     temperature: float | None = Field(None, ge=0, le=2)
     top_p: float | None = Field(None, gt=0, le=1)
-    top_k: int | None = Field(None, ge=-1)  # -1 and 0: off
+    top_k: int | None = Field(None, ge=-1, le=MOST)  # -1 and 0: off
     min_p: float | None = Field(None, ge=0, lt=1)
     n: int = Field(1, ge=1, le=MOST_CHOICES)
     seed: int | None = Field(None, ge=-(2**63), lt=2**63)
@@ -133,7 +136,7 @@ class Fields(Model):
             if name not in NEUTRAL:
                 name = name[:SHOWN_CHARACTERS]
                 advice = nearest(name, cls.model_fields) or "; leave it out"
-                raise PydanticCustomError("unknown", f"unknown field: {{name}}{advice}", {"name": name})
+                raise PydanticCustomError("unknown", f"unknown field: {{name}}{advice}", {"name": name or "''"})
             if values.pop(name) not in NEUTRAL[name]:
                 raise PydanticCustomError("unsupported", "{name} is not supported; leave it out", {"name": name})
         return values
@@ -154,8 +157,6 @@ class Fields(Model):
         """Return how tokens are chosen; `default` says what the request does not."""
         names = ("temperature", "top_p", "top_k", "min_p")
         chosen = {name: getattr(default if getattr(self, name) is None else self, name) for name in names}
-        if chosen["temperature"] < GREEDY_BELOW:
-            return Sampling()
         return Sampling(**chosen | {"top_k": max(chosen["top_k"], 0)})
 
 
@@ -199,6 +200,8 @@ def parsed(kind: type[Fields], body: bytes) -> Any:
     try:
         return kind.model_validate_json(body)
     except ValidationError as error:
+        if (whole := _without_halves(body)) != body:
+            return parsed(kind, whole)
         errors = error.errors(include_url=False, include_input=False)
         first = errors[0]
         if named := first.get("ctx", {}).get("name"):
@@ -210,9 +213,20 @@ def parsed(kind: type[Fields], body: bytes) -> Any:
         of = [one for one in errors if one["loc"][0] == first["loc"][0]]  # several, where types are given a choice of
         shared = takewhile(lambda parts: len(set(parts)) == 1, zip(*(one["loc"] for one in of), strict=False))
         param = ".".join(str(parts[0]) for parts in shared)[:SHOWN_CHARACTERS]
-        words = " or ".join(dict.fromkeys(one["msg"].replace("Input should", "must", 1) for one in of))
+        of = [one for one in of if not one["type"].endswith("_type")] or of  # of the type that was meant
+        words = " or ".join(dict.fromkeys(re.sub("^[A-Z][a-z]+ should", "must", one["msg"]) for one in of))
         words = "must be there" if first["type"] == "missing" else words.replace(" or must be", " or")
         raise ApiError(400, f"{param} {words}" if words.startswith("must") else f"{param}: {words}", param) from None
+
+
+def _without_halves(body: bytes) -> bytes:
+    """Return a body in which U+FFFD replaces halves of characters, which JSON can name and pydantic does not read."""
+    if b"\\ud" not in body.lower() and b"\xed" not in body:
+        return body
+    try:
+        return clean(json.dumps(json.loads(body), ensure_ascii=False)).encode()
+    except (ValueError, RecursionError):
+        return body
 
 
 def usage_of(n_prompt: int, n_cached: int, n_written: int) -> dict:

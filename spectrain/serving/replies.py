@@ -11,7 +11,9 @@ from transformers import PreTrainedTokenizerBase
 
 from spectrain.decoding import Generation
 from spectrain.decoding.loop import TokenLogprobs
-from spectrain.decoding.text import Pieces
+from spectrain.decoding.text import Pieces, TokenBytes
+from spectrain.stores.chats import clean
+from spectrain.stores.files import parse_json
 
 OPENER = "<tool_call>"
 TOOL_CALL = re.compile(rf"{OPENER}\s*(\{{.*?\}})\s*</tool_call>\s*", re.DOTALL)
@@ -20,7 +22,8 @@ TOOL_CALL = re.compile(rf"{OPENER}\s*(\{{.*?\}})\s*</tool_call>\s*", re.DOTALL)
 class AnswerText:
     """The text of an answer, in pieces with the source of each.
 
-    If the request offers tools, everything from the first call on is held back, because only the whole can be read.
+    If the request offers tools, everything from the first call on is held back, because only the whole can be read. So
+    is a text that begins as JSON.
     """
 
     def __init__(
@@ -29,7 +32,8 @@ class AnswerText:
         self.offers_tools, self.tool_calls = offers_tools, None  # the calls, once the text has ended
         self._pieces = Pieces(tokenizer, dropped, (*stop, OPENER) if offers_tools else stop)
         self._plain = Pieces(tokenizer, dropped, stop)  # with the calls
-        self._rest = ""  # of the text, behind what was shown
+        self._rest, self._held = "", []  # of the text, behind what was shown, and pieces of it
+        self._has_begun = False
 
     @property
     def has_stopped(self) -> bool:
@@ -40,7 +44,11 @@ class AnswerText:
         """Return the pieces of text that can be shown now."""
         if self.offers_tools:
             self._rest += "".join(map(self._plain.add, tokens))
-        added = ((self._pieces.add(token), source) for token, source in zip(tokens, sources, strict=True))
+        added = [(self._pieces.add(token), source) for token, source in zip(tokens, sources, strict=True)]
+        if self.offers_tools and not self._has_begun and (self._rest.lstrip() or "{")[0] in "{[":  # a call, perhaps
+            self._held += added
+            return []
+        added, self._held, self._has_begun = self._held + added, [], True
         return self._shown(added)
 
     def end(self) -> list[tuple[str, int]]:
@@ -58,41 +66,65 @@ class AnswerText:
 
 
 def read_tool_calls(text: str) -> list[dict] | None:
-    """Return the calls that a text is made of, in OpenAI's shape; None: it is something else."""
-    calls = []
-    for number, found in enumerate(TOOL_CALL.findall(text)):
-        try:
-            call = json.loads(found)
-            function = {"name": call["name"], "arguments": json.dumps(call.get("arguments", {}), ensure_ascii=False)}
-        except (ValueError, KeyError, RecursionError):
-            return None
-        calls.append({"index": number, "id": f"call_{uuid.uuid4().hex[:24]}", "type": "function", "function": function})
-    return None if TOOL_CALL.sub("", text).strip() else calls or None
+    """Return the calls that a text is made of, in OpenAI's shape; None: it is something else.
+
+    They stand between tags, as Hermes and Qwen write them, or the text is one call in JSON, as Llama's, or a list of
+    calls, as Mistral's.
+    """
+    found, rest = TOOL_CALL.findall(text), TOOL_CALL.sub("", text).strip()
+    try:
+        read = [{"parameters": {}, **parse_json(one)} for one in found] or parse_json(rest)
+        calls = [{"index": n, **_call(one)} for n, one in enumerate(read if isinstance(read, list) else [read])]
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
+        return None
+    return None if found and rest else calls or None
 
 
-def chat_logprobs(tokenizer: PreTrainedTokenizerBase, tokens: Sequence[int], found: Sequence[TokenLogprobs]) -> dict:
-    """Return the log-probabilities of tokens as chats have them."""
+def _call(call: dict) -> dict:
+    """Return a call, whose arguments may be an object or JSON text of one. Raises where it is none."""
+    call = call.get("function", call) if isinstance(call.get("function"), dict) else call
+    arguments = call["arguments"] if "arguments" in call else call["parameters"]
+    arguments = {} if arguments in (None, "") else arguments
+    arguments = parse_json(arguments) if isinstance(arguments, str) else arguments
+    if not isinstance(call["name"], str) or not call["name"] or not isinstance(arguments, dict):
+        raise ValueError("a call has a name, and its arguments are an object")
+    function = {
+        "name": clean(call["name"]),
+        "arguments": clean(json.dumps(arguments, ensure_ascii=False, allow_nan=False)),
+    }
+    return {"id": f"call_{uuid.uuid4().hex[:24]}", "type": "function", "function": function}
+
+
+def chat_logprobs(spelled: TokenBytes, tokens: Sequence[int], found: Sequence[TokenLogprobs]) -> dict:
+    """Return the log-probabilities of tokens, which come next in the text that is spelled, as chats have them."""
 
     def entry(token: int, logprob: float) -> dict:
-        text = tokenizer.decode([token])
-        return {"token": text, "logprob": logprob, "bytes": list(text.encode())}
+        return {"token": _name(spelled, token), "logprob": logprob, "bytes": list(spelled.of(token))}
 
-    own = [entry(token, one.logprob) for token, one in zip(tokens, found, strict=True)]
-    tops = [[entry(*pair) for pair in one.top] for one in found]
-    return {"content": [{**one, "top_logprobs": top} for one, top in zip(own, tops, strict=True)]}
+    content = []
+    for token, one in zip(tokens, found, strict=True):
+        content.append({**entry(token, one.logprob), "top_logprobs": [entry(*pair) for pair in one.top]})
+        spelled.add(token)
+    return {"content": content}
 
 
-def completion_logprobs(
-    tokenizer: PreTrainedTokenizerBase, tokens: Sequence[int], found: Sequence[TokenLogprobs], offset: int
-) -> dict:
-    """Return the log-probabilities of tokens as completions have them; their text begins `offset` characters in."""
-    names, offsets = [tokenizer.decode([token]) for token in tokens], []
-    for name in names:
-        offsets.append(offset)
-        offset += len(name)
-    tops = [{tokenizer.decode([token]): logprob for token, logprob in one.top} for one in found]
+def completion_logprobs(spelled: TokenBytes, tokens: Sequence[int], found: Sequence[TokenLogprobs]) -> dict:
+    """Return the log-probabilities of tokens as completions have them; see `chat_logprobs`."""
+    names, tops, offsets = [], [], []
+    for token, one in zip(tokens, found, strict=True):
+        names.append(_name(spelled, token, "bytes:"))
+        tops.append({_name(spelled, other, "bytes:"): logprob for other, logprob in one.top})
+        offsets.append(spelled.add(token))
     logprobs = [one.logprob for one in found]
     return {"tokens": names, "token_logprobs": logprobs, "top_logprobs": tops, "text_offset": offsets}
+
+
+def _name(spelled: TokenBytes, token: int, of_bytes: str = "") -> str:
+    """Return the text of a token, or its name where it has none. Parts of characters are "\\xe2\\x80", as OpenAI's."""
+    try:
+        return spelled.of(token).decode() or spelled.tokenizer.decode([token])
+    except UnicodeDecodeError:
+        return of_bytes + "".join(f"\\x{byte:02x}" for byte in spelled.of(token))
 
 
 def accepted_by_position(generation: Generation) -> list[int]:

@@ -40,7 +40,7 @@ from spectrain.serving.protocol import (
 )
 from spectrain.serving.traffic import TrafficLog
 from spectrain.serving.worker import Worker
-from spectrain.stores.chats import Broken, message_of
+from spectrain.stores.turns import read_messages
 
 log = logging.getLogger(__name__)
 
@@ -92,7 +92,10 @@ class Service:
     async def models(self, request: HttpRequest) -> Response:
         model = {"id": self.name, "object": "model", "created": self.created, "owned_by": "spectrain"}
         own = {"max_model_len": self.max_length, "methods": self.worker.methods}
-        return JSONResponse({"object": "list", "data": [model | own]})
+        asked = request.path_params.get("name")
+        if asked not in (None, self.name):
+            raise ApiError(404, f"this server has the model {self.name} only", "model", "model_not_found")
+        return JSONResponse(model | own if asked else {"object": "list", "data": [model | own]})
 
     async def answer(self, request: HttpRequest, kind: type[Fields]) -> Response:
         """Check a request, and hand its choices to the engine."""
@@ -106,7 +109,7 @@ class Service:
         self._check_room(1, most)  # before its text is read
         try:
             prompts = await asyncio.to_thread(self._prompts, fields)
-        except (UserError, Broken) as error:
+        except UserError as error:
             raise ApiError(400, self.sentence(error)) from None
         if self.is_closing:
             raise ApiError(503, "the server is closing")
@@ -142,7 +145,7 @@ class Service:
         """Return the prompts as token ids."""
         tokenizer = self.target.tokenizer
         if isinstance(fields, ChatRequest):
-            messages = [message_of(message.model_dump(exclude_unset=True)) for message in fields.messages]
+            messages = read_messages([message.model_dump(exclude_unset=True) for message in fields.messages])
             if tokenizer.chat_template is not None:
                 return [chat_ids(tokenizer, messages, fields.offered)]
             texts = ["\n".join(message["content"] for message in messages)]  # as `conversation_ids` does
@@ -220,6 +223,7 @@ def make_app(service: Service, access: Access) -> FastAPI:
     for kind in (ApiError, HTTPException, Exception):
         app.add_exception_handler(kind, explain)
     pages = {"/health": service.health, "/metrics": service.numbers, "/v1/models": service.models}
+    pages["/v1/models/{name:path}"] = service.models
     for path, endpoint in {"/": lambda _: FileResponse(PAGE / "index.html"), **pages}.items():
         app.add_route(path, endpoint)
     for path, fields in (("/v1/chat/completions", ChatRequest), ("/v1/completions", CompletionRequest)):

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
+from spectrain.errors import UserError
 from spectrain.stores import known
 
 SURROGATE = re.compile("[\ud800-\udfff]")  # half a character: JSON can name it, UTF-8 and tokenizers cannot
@@ -52,6 +53,26 @@ def message_of(turn: Mapping) -> dict:
     if thoughts := [content_of(turn[key], "a turn with thoughts") for key in known.THOUGHTS if key in turn]:
         more["reasoning_content"] = "\n\n".join(dict.fromkeys(thoughts))
     return {"role": role, "content": content if content.strip() else "", **more}
+
+
+def read_messages(messages: Sequence[Mapping]) -> list[dict]:
+    """Return messages that somebody sent, as `message_of` does, beside what else they hold.
+
+    Raises:
+        UserError: says which one cannot be read, and why.
+    """
+    read = []
+    for number, turn in enumerate(messages):
+        try:
+            read.append({**turn, **message_of(turn)})
+            calls = read[-1].get("tool_calls") or ()
+            if not all(isinstance(call["function"]["arguments"], Mapping) for call in calls):
+                raise Broken("has a call of a tool whose arguments are no JSON text of an object")
+            if read[-1]["role"] in ("system", "user") and not turn.keys() & set(known.CONTENT):
+                raise Broken("has no content")
+        except Broken as error:
+            raise UserError(f"messages[{number}] {error}") from None
+    return read
 
 
 def mark_of(turn: Mapping, role: str) -> tuple[bool, list[str]]:

@@ -9,10 +9,11 @@ from transformers import MinPLogitsWarper, TemperatureLogitsWarper, TopKLogitsWa
 
 from spectrain import kernels
 from spectrain.decoding import Engine, Request, TargetModel, generate
-from spectrain.decoding.sampling import Sampling, Uniforms, draw_token, row_generator
+from spectrain.decoding.sampling import RowSampling, Sampling, Uniforms, draw_token, row_generator
 from spectrain.errors import UserError
 from spectrain.kernels.reference import draw_by_noise, mixed
 from spectrain.methods.autoregressive import Autoregressive
+from spectrain.methods.draft_tree import TreeDrafter
 from spectrain.methods.pld import PromptLookup
 from spectrain.methods.speculative import Speculative
 from tests.conftest import noisy_copy, random_prompts, tiny_model
@@ -72,6 +73,45 @@ def test_compiled_operations_are_those_of_torch(options, size, scale, monkeypatc
     monkeypatch.setattr(kernels, "reads", lambda values: False)
     torch.testing.assert_close(probs, sampling.warp(logits), rtol=3e-5, atol=1e-7)
     assert tokens.tolist() == draw_token(probs.view(12, size), uniforms).tolist()
+
+
+@pytest.mark.parametrize("options", [{}, {"top_k": 3}, {"top_p": 0.9}, {"min_p": 0.1}], ids=str)
+@pytest.mark.parametrize("is_compiled", [True, False])
+def test_any_temperature_gives_probabilities(options, is_compiled, monkeypatch):
+    """Nothing overflows: temperatures near 0 are greedy, and very high ones uniform over the tokens that are left."""
+    if not is_compiled:
+        monkeypatch.setattr(kernels, "reads", lambda values: False)
+    logits = torch.tensor([[[3.0, -torch.inf, 40.0, 39.0], [1e4, -1e4, -1e-3, -torch.inf]]])
+    greedy, best = Sampling(), [[2, 0]]
+    one_hot = torch.nn.functional.one_hot(torch.tensor(best), 4).float()
+    for temperature in (0, 0.0, -0.0, 5e-324, 1e-40, 1e-38, 1e-10, 1e-6, 9.9e-6):
+        sampling = Sampling(temperature, **options)
+        assert sampling.greedy
+        assert sampling.same_distribution(greedy)
+        assert sampling.describe() == "greedy"
+        assert sampling.draw(logits[0], None)[0].tolist() == best[0]
+        mixed_rows = RowSampling([sampling, Sampling(1.0)])
+        probs = mixed_rows.warp(logits.expand(2, -1, -1))
+        assert torch.equal(probs[0], one_hot[0])
+        assert probs.isfinite().all()
+    for temperature in (1e-5, 1e-4, 1e-3):
+        assert torch.equal(Sampling(temperature, **options).warp(logits), one_hot)
+    for temperature in (1e30, 1e38, 3.5e38, 1e300):  # the second one overflows float32
+        probs = Sampling(temperature, **options).warp(logits)
+        torch.testing.assert_close(probs, logits.isfinite() / 3, rtol=1e-5, atol=0)
+
+
+def test_a_text_at_a_temperature_near_0_is_the_greedy_one():
+    target = TargetModel(tiny_model("llama"))
+    chain = Speculative(TargetModel(noisy_copy(target.model)))
+    drafters = [Autoregressive(), PromptLookup(), chain, TreeDrafter(chain, max_nodes=6)]
+    asked = {"max_new_tokens": 8, "stop_token_ids": (), "batch_size": 2}
+    expected = [found.tokens for found in generate(target, Autoregressive(), random_prompts([5, 6]), **asked)]
+    for draws, temperature in (("inverse", 1e-40), ("shared", 1e-40), ("shared", 1e-5), ("shared", 1e-3)):
+        for drafter in drafters:
+            sampling = Sampling(temperature, draws=draws)
+            found = generate(target, drafter, random_prompts([5, 6]), sampling=sampling, **asked)
+            assert [one.tokens for one in found] == expected, (draws, temperature, drafter)
 
 
 def test_top_k_where_whole_stretches_of_the_vocabulary_have_no_weight():

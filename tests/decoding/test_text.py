@@ -5,11 +5,11 @@ from collections.abc import Iterable
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tokenizers import AddedToken, Tokenizer, decoders, models
+from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 from transformers.convert_slow_tokenizer import bytes_to_unicode
 
-from spectrain.decoding.text import Pieces
+from spectrain.decoding.text import Pieces, TokenBytes
 
 
 def fast(model: models.Model, decoder: decoders.Decoder, **options) -> PreTrainedTokenizerFast:
@@ -87,3 +87,48 @@ def test_what_cannot_begin_a_stop_text_is_given_out_at_once():
         *("a", "", "", "nts", "", "", "", ""),
     ]
     assert (pieces.end(), pieces.stopped) == ("", True)
+
+
+@pytest.mark.parametrize("name", sorted(TOKENIZERS.keys() - {"cleaned"}))
+@given(data=st.data())
+@settings(max_examples=200, deadline=None, derandomize=True)
+def test_the_bytes_of_tokens_are_together_those_of_the_text(name, data):
+    tokenizer = TOKENIZERS[name]
+    tokens = data.draw(st.lists(st.integers(0, len(tokenizer)), max_size=20))
+    text = tokenizer.decode([token for token in tokens if token != 3], skip_special_tokens=True)
+    spelled = TokenBytes(tokenizer, dropped=[3])
+    said, places = zip(*((spelled.of(token), spelled.add(token)) for token in [*tokens, 3]), strict=True)
+    if "\ufffd" not in text:  # else bytes are given out as they were written
+        assert b"".join(said) == text.encode()
+        assert places[-1] == len(text)
+    if name == "byte level":  # where all wrong bytes count as in Python
+        before = [b"".join(said[:n]).decode(errors="replace") for n in range(len(said) + 1)]
+        whole = [n for n, one in enumerate(said) if one and not 0x80 <= one[0] < 0xC0]
+        assert [places[n] for n in whole] == [len(before[n]) for n in whole]
+
+
+TEXTS = [
+    "\u20acuro, k\u016f\u0148",
+    "\u4f60\u597d\uff0c\u4e16\u754c",
+    "\U0001f469\u200d\U0001f469\u200d\U0001f467 \U0001f1e8\U0001f1ff",
+    "\u0645\u0631\u062d\u0628\u0627 \u05e9",
+    "a\u0301  b\n\tc",
+]
+
+
+@pytest.mark.parametrize("text", TEXTS)
+@pytest.mark.parametrize("name", ["byte level", "byte fallback"])
+def test_tokens_that_are_a_part_of_a_character_have_its_bytes(name, text):
+    if name == "byte level":
+        tokenizer = fast(models.BPE(numbered(bytes_to_unicode().values()), []), decoders.ByteLevel())
+        tokenizer.backend_tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    else:
+        vocabulary = numbered(["<unk>", "\u2581", *(f"<0x{byte:02X}>" for byte in range(256))])
+        decoder = TOKENIZERS[name].backend_tokenizer.decoder
+        tokenizer = fast(models.BPE(vocabulary, [], byte_fallback=True, unk_token="<unk>"), decoder)
+        tokenizer.backend_tokenizer.pre_tokenizer = pre_tokenizers.Metaspace()
+    spelled = TokenBytes(tokenizer)
+    said, places = zip(*((spelled.of(one), spelled.add(one)) for one in tokenizer(text)["input_ids"]), strict=True)
+    assert [bytes([byte]) for byte in text.encode()] == [one for one in said if one]
+    starts = [n for n, character in enumerate(text) for _ in character.encode()]
+    assert [place for place, one in zip(places, said, strict=True) if one] == starts

@@ -161,3 +161,50 @@ def test_no_number_of_a_method_takes_a_value_out_of_range(name, target):
             for value in (*OUT_OF_RANGE, *([2.5] if isinstance(default, int) else [True])):
                 with pytest.raises(UserError, match=f"^{option}="):
                     load_method(name, target, **{option: value})
+
+
+@pytest.mark.parametrize(
+    ("change", "sentence"),
+    [
+        (
+            {"kind": "eagle9"},
+            "cannot be used: kind eagle9 is unknown to this version of spectrain; install a newer one",
+        ),
+        ({"kind": "artifacts"}, "cannot be used: kind artifacts is unknown"),  # a module that describes no kind
+        ({"kind": "../x"}, "cannot be used: kind ../x is unknown"),
+        ({"kind": None}, "is damaged (kind: Input should be a valid string); export it again"),
+        (
+            {"version": 4, "kind": "eagle9", "new": 1},
+            "has format version 4, not 3; install the version of spectrain that",
+        ),
+        ({"version": 2}, "has format version 2, not 3; export it again"),
+        ({"method": "future"}, "is decoded by the method future, which is unknown here; install a newer spectrain"),
+    ],
+    ids=lambda value: str(value)[:20],
+)
+def test_an_export_that_is_not_known_here_is_a_sentence(exports, target, tmp_path, change, sentence):
+    folder = shutil.copytree(exports / "spire", tmp_path / "mine")
+    manifest = json.loads((folder / "spectrain.json").read_text())
+    (folder / "spectrain.json").write_text(json.dumps(manifest | change))
+    with pytest.raises(UserError) as said:
+        load_method(folder, target)
+    assert sentence in str(said.value)
+    if "method" not in change:  # which only says what decodes with it by itself
+        for method in ("spire", "auto", "specdecpp"):
+            with pytest.raises(UserError) as said:
+                load_method(method, target, **{"head" if method == "specdecpp" else "drafter": folder})
+            assert sentence in str(said.value)
+
+
+def test_a_draft_model_of_another_kind_is_named(exports, target):
+    with pytest.raises(UserError, match="is a SpecDec\\+\\+ head; give a vanilla drafter, or a Hugging Face folder"):
+        load_method("speculative", target, drafter=exports / "head-vanilla")
+
+
+def test_a_bare_name_is_a_folder_unless_a_method_has_it(exports, target, monkeypatch, caplog):
+    monkeypatch.chdir(exports)
+    shutil.copytree("spire", "mine")
+    assert load_method("mine", target, max_nodes=None).gamma == 3
+    assert load_method("spire", target, drafter="mine", max_nodes=None).gamma == 3
+    assert "spire is a method and a folder here: the method is taken; ./spire is the folder" in caplog.text
+    assert isinstance(load_method("specdecpp", target, head="head-spire").arms[0].drafter.stop, HeadStop)

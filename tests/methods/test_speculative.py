@@ -7,6 +7,8 @@ from transformers import PreTrainedTokenizerFast
 
 from spectrain.decoding import KVCache, Sampling, TargetModel, generate
 from spectrain.errors import UserError
+from spectrain.methods.autoregressive import Autoregressive
+from spectrain.methods.draft_tree import TreeDrafter
 from spectrain.methods.speculative import Speculative
 from tests.conftest import noisy_copy, random_prompts, tiny_model
 from tests.decoding.reference import cached_states
@@ -52,14 +54,28 @@ def test_draft_cache_holds_the_committed_text_in_a_ragged_batch(llama_target, sa
     assert 0 < drafter.fed_two < drafter.checked  # both kinds of catch-up occurred
 
 
-def test_padded_embeddings_of_the_same_tokenizer_are_cut_or_filled():
-    prompts = random_prompts([5, 9])
-    for draft_vocab, target_vocab in ((64, 61), (61, 64)):
-        target = TargetModel(tiny_model("llama", vocab_size=target_vocab), word_tokenizer())
-        draft = TargetModel(tiny_model("qwen3", seed=2, vocab_size=draft_vocab), word_tokenizer())
-        for sampling in (Sampling(), Sampling(temperature=1.0)):
-            generations = generate(target, Speculative(draft), prompts, 10, sampling, batch_size=2)
-            assert all(0 <= token < target_vocab for g in generations for token in g.tokens)
+@pytest.mark.parametrize("engine", ["lean", "transformers"])
+@pytest.mark.parametrize(("target_vocab", "draft_vocab"), [(576, 544), (544, 576)])
+def test_tables_of_one_tokenizer_may_have_unequal_rows(target_vocab, draft_vocab, engine):
+    """Texts are those of plain decoding, also where the target writes tokens that the draft model does not have."""
+    target = TargetModel(tiny_model("llama", vocab_size=target_vocab), word_tokenizer(), engine=engine)
+    draft = TargetModel(tiny_model("qwen3", seed=2, vocab_size=draft_vocab), word_tokenizer(), engine=engine)
+    chain, tree = Speculative(draft), TreeDrafter(Speculative(draft), max_nodes=8)
+    greedy, shared = Sampling(), Sampling(temperature=1.0, draws="shared")
+    for n_rows, samplings in ((1, (greedy, shared)), (3, (greedy, shared)), (100, (shared,))):
+        prompts = random_prompts([5 + i % 3 for i in range(n_rows)])
+        for sampling in samplings:
+            asked = {"sampling": sampling, "stop_token_ids": (), "batch_size": n_rows}
+            expected = [one.tokens for one in generate(target, Autoregressive(), prompts, 7, **asked)]
+            assert n_rows < 100 or target_vocab < draft_vocab or max(map(max, expected)) >= draft_vocab
+            for drafter in (chain, tree):
+                found = generate(target, drafter, prompts, 7, **asked)
+                assert [one.tokens for one in found] == expected
+    for verification in ("token", "block"):  # which draw from q
+        sampling = Sampling(temperature=1.0, draws="inverse")
+        found = generate(target, chain, prompts, 7, sampling, batch_size=100, verification=verification)
+        assert max(max(one.tokens) for one in found) < target_vocab
+        assert sum(sum(one.accepted) for one in found) > 50
 
 
 @pytest.mark.parametrize("verification", ["token", "block"])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import math
 import signal
 import subprocess
 import sys
@@ -11,15 +12,19 @@ import threading
 import time
 import weakref
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 
+import numpy as np
 import pytest
+import torch
 
 import spectrain
 from spectrain import LLM, load_method, load_target
 from spectrain.decoding import Engine, Sampling, Source, generate
 from spectrain.errors import UserError
 from spectrain.methods.autoregressive import Autoregressive
+from spectrain.serving.llm import Options
 from tests.conftest import TEMPLATE
 
 PROMPT = "def read_config(path):"
@@ -242,6 +247,68 @@ def test_wrong_models_are_refused(target):
     ):
         with pytest.raises(UserError, match=sentence):
             LLM(*arguments, **options)
+
+
+PROMPT_LIKE = [
+    *([], ["a"], [[3]], (3, 4), range(3), np.array([3, 4]), torch.tensor([3, 4]), torch.tensor([[3], [4]])),
+    *([torch.tensor([3, 4])], "\ud800", "a\0b", [{"role": "user", "content": "x"}]),
+]
+NO_PROMPTS = [
+    *(None, "", b"abc", bytearray(b"a"), memoryview(b"a"), True, False, 0, -1, 3, 0.5, math.nan, math.inf, -math.inf),
+    *(10**400, 10**5000, -(10**400), [None], [""], [b"a"], [True], [0.5], [10**400], {}, {3}, ["a", 3], "x" * 5000),
+    *({"role": "user"}, [{"role": "user"}], [{"role": 5, "content": "x"}], [{"role": "user", "content": 5}]),
+    [{"role": "user", "content": "x"}, 5],
+    [{"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": "{"}}]}],
+    *(np.array([0.5]), np.array([True]), np.array(3), np.int64(3), np.float32(0.5), torch.tensor([0.5])),
+    *(torch.tensor(3), object(), print, iter([3])),
+]
+
+
+@pytest.mark.parametrize("value", PROMPT_LIKE + NO_PROMPTS, ids=lambda value: type(value).__name__)
+def test_whatever_is_given_works_or_is_a_mistake_in_one_sentence(llm, target, monkeypatch, value):
+    monkeypatch.setattr(target.tokenizer, "chat_template", TEMPLATE, raising=False)
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    said = {}
+
+    async def astream():
+        return [piece async for piece in llm.astream(value, max_new_tokens=2)]
+
+    calls = {
+        "prompt": lambda: llm.generate(value, max_new_tokens=2),
+        "stream": lambda: list(llm.stream(value, max_new_tokens=2)),
+        "astream": lambda: asyncio.run(astream()),
+        "messages": lambda: llm.chat(value, max_new_tokens=2),
+        "system": lambda: llm.chat("a", value, max_new_tokens=2),
+    }
+    for name in (*Options.__annotations__, "draws", "unknown"):
+        calls[name] = partial(llm.generate, "import os", **{"max_new_tokens": 2, name: value})
+    for name in ("method", "batch_size", "memory", "draws", "max_nodes", "unknown", "drafter", "head", "datastore"):
+        calls[f"LLM({name})"] = partial(LLM, **{"target": target, "method": "pld", name: value})
+    for name in ("target", "dtype", "device"):
+        calls[f"LLM({name})"] = partial(LLM, **{"target": "nowhere/at-all", name: value})
+    for name, call in calls.items():
+        try:
+            done = call()
+        except UserError as error:
+            said[name] = str(error)
+        else:
+            if isinstance(done, LLM):
+                done.close()
+    assert ("prompt" in said) == any(value is one for one in NO_PROMPTS)
+    assert not any("\n" in sentence or len(sentence) > 600 for sentence in said.values())
+    assert "".join(said.values()).encode()  # which a terminal can print
+    if isinstance(value, bytes | bytearray | memoryview | np.ndarray | torch.Tensor | bool | float):
+        assert said.keys() >= {"system", "messages", "stop", "seed", "logprobs", "max_new_tokens"}
+
+
+def test_tensors_and_arrays_of_token_ids_are_prompts(llm):
+    ids = llm.target.tokenizer(PROMPT)["input_ids"]
+    expected = llm.generate(ids, max_new_tokens=5).text
+    for prompt in (torch.tensor(ids), np.array(ids), np.array(ids, dtype=np.uint16), tuple(ids)):
+        assert llm.generate(prompt, max_new_tokens=5).text == expected
+        assert "".join(llm.stream(prompt, max_new_tokens=5)) == expected
+    for prompts in (torch.tensor([ids, ids]), [np.array(ids), torch.tensor(ids)]):
+        assert [reply.text for reply in llm.generate(prompts, max_new_tokens=5)] == [expected] * 2
 
 
 def test_a_long_prompt_gets_what_room_is_left(llm):

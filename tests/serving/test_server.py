@@ -133,7 +133,12 @@ def test_logprobs_are_those_of_the_target(served, shared):
     expected = logits.log_softmax(-1)
     own = expected.gather(1, torch.tensor(answer.token_ids)[:, None])[:, 0]
     assert answer.logprobs.token_logprobs == pytest.approx(own.tolist(), abs=1e-4)
-    assert answer.logprobs.text_offset[:2] == [0, len(answer.logprobs.tokens[0])]
+    names = [name.removeprefix("bytes:") for name in answer.logprobs.tokens]
+    said = [bytes.fromhex(name.replace("\\x", "")) if "\\x" in name else name.encode() for name in names]
+    assert b"".join(said).decode(errors="replace") == answer.text
+    assert answer.logprobs.text_offset == sorted(answer.logprobs.text_offset)
+    for name, place in zip(answer.logprobs.tokens, answer.logprobs.text_offset, strict=True):
+        assert name.startswith("bytes:") or answer.text[place:].startswith(name)
     chunks = served.complete(logprobs=0, stream=True, temperature=0.7, seed=3)
     places = [place for chunk in chunks if (found := chunk.choices[0].logprobs) for place in found.text_offset]
     assert places == answer.logprobs.text_offset
@@ -144,7 +149,10 @@ def test_logprobs_are_those_of_the_target(served, shared):
     assert all(len(one.top_logprobs) == 3 and one.top_logprobs[0].logprob == one.logprob for one in chat)  # greedy
     chunks = [chunk.choices[0].logprobs for chunk in served.chat(logprobs=True, top_logprobs=3, stream=True)]
     assert [one for found in chunks if found for one in found.content] == chat
-    assert bytes(chat[0].bytes).decode() == chat[0].token
+    assert (
+        bytes(byte for one in chat for byte in one.bytes).decode(errors="replace")
+        == served.chat().choices[0].message.content
+    )
 
 
 def test_usage_counts_what_was_known_of_the_prompt_and_the_metrics_agree(served):
@@ -199,6 +207,12 @@ def test_tools_go_to_the_template_unless_none_is_chosen(served):
     )
 
 
+def called(arguments: str) -> dict:
+    """Return a turn of the assistant with a call, whose arguments are given as JSON."""
+    function = {"name": "look_up", "arguments": json.loads(arguments)}
+    return {"role": "assistant", "content": None, "tool_calls": [{"id": "1", "type": "function", "function": function}]}
+
+
 REFUSED = {
     "temperature": ({"temperature": 3}, 400, "temperature must be less than or equal to 2"),
     "unknown": ({"tempratur": 0}, 400, "unknown field: tempratur; did you mean temperature?"),
@@ -210,11 +224,23 @@ REFUSED = {
     "role": ({"messages": [{"role": "king", "content": ""}]}, 400, "messages.0.role must be 'system', 'developer'"),
     "image": ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, 400, "messages.0.content"),
     "template": ({"messages": [{"role": "user", "content": "refuse"}]}, 400, "template of tiny cannot render"),
-    "none": ({"messages": []}, 400, "messages: List should have at least 1 item"),
+    "none": ({"messages": []}, 400, "messages must have at least 1 item"),
     "missing": ({"messages": None}, 400, "messages must be there"),
     "length": ({"max_tokens": 1000}, 400, "the context holds 256 tokens, but the prompt has"),
     "prompt": ({"messages": [{"role": "user", "content": "x y" * 400}]}, 400, "shorten the prompt"),
-    "stops": ({"stop": ["a"] * 5}, 400, "stop must be a valid string or"),
+    "stops": ({"stop": ["a"] * 5}, 400, "stop must have at most 4 items"),
+    "stop": ({"stop": ""}, 400, "stop must have at least 1 character"),
+    "empty stop": ({"stop": ["a", ""]}, 400, "stop must have at least 1 character"),
+    "empty name": ({"": 1}, 400, "unknown field: ''; leave it out"),
+    "top_k": ({"top_k": 10**308}, 400, "top_k must be less than or equal to 2147483647"),
+    "max_tokens": ({"max_tokens": 10**308}, 400, "max_tokens must be less than or equal to 2147483647"),
+    "arguments": (
+        {"messages": [*HELLO, called('"{"')]},
+        400,
+        "messages[1] has a call of a tool whose arguments are no",
+    ),
+    "list": ({"messages": [*HELLO, called('"[1]"')]}, 400, "messages[1] has a call of a tool whose arguments are no"),
+    "nothing": ({"messages": [{"role": "user"}]}, 400, "messages[0] has no content"),
     "method": ({"method": "magic"}, 400, "method must be one of plain, pld, gate"),
     "model": ({"model": "gpt-5"}, 404, "this server has the model tiny only"),
     "annotate": ({"annotate": True, "n": 2}, 400, "annotate is for n=1"),
@@ -243,6 +269,29 @@ def test_fields_without_effect_are_taken(served):
     body = {"messages": HELLO, "max_completion_tokens": 40, "temperature": 0, **more}
     answer = served.http().post("/v1/chat/completions", json=body).json()
     assert answer["choices"][0]["message"] == {"role": "assistant", "content": own_text(served)}
+
+
+def test_halves_of_characters_are_replaced_wherever_they_stand(served):
+    """JSON can name them, as Python's `json.dumps` does."""
+    whole = served.http().post("/v1/chat/completions", json={"messages": [{"role": "user", "content": "\ufffd"}]})
+    for messages in ([{"role": "user", "content": "\ud800"}], [*HELLO, called(json.dumps('{"\udc00": "\\ud800"}'))]):
+        answer = served.http().post("/v1/chat/completions", content=json.dumps({"messages": messages}))
+        assert answer.status_code == 200, answer.text
+        assert len(messages) > 1 or answer.json()["usage"] == whole.json()["usage"]
+
+
+def test_the_model_is_found_by_its_name(served):
+    (listed,) = served.client().models.list().data
+    assert served.client().models.retrieve("tiny") == listed
+    for name in ("other", "some/other", "tiny/"):
+        answer = served.http().get(f"/v1/models/{name}")
+        assert (answer.status_code, answer.json()["error"]["code"]) == (404, "model_not_found")
+
+
+def test_a_request_of_http_1_0_needs_no_host(served):
+    with socket.create_connection(("127.0.0.1", int(served.url.rpartition(":")[2])), timeout=10) as connection:
+        connection.sendall(b"GET /v1/models HTTP/1.0\r\n\r\n")
+        assert b" 200 " in connection.recv(1000)
 
 
 def test_paths_that_are_not_served(served):

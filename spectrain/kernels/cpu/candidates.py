@@ -33,7 +33,7 @@ def first_by_noise(probs: Tensor, keys: Tensor, names: Tensor | None, count: int
 
 def _empty(values: Tensor, count: int) -> tuple[np.ndarray, np.ndarray]:
     shape = (*values.shape[:2], count)
-    return np.empty(shape, dtype=np.int64), np.empty(shape)
+    return np.zeros(shape, dtype=np.int64), np.empty(shape)  # where too few have weight, the token is 0
 
 
 @njit(nogil=True, cache=True, fastmath=MATHS, error_model="numpy")
