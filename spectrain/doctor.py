@@ -60,7 +60,7 @@ def main(options: Doctor) -> None:
 
 def processor() -> Iterator[Finding]:
     """Cores, threads, instructions, memory, and what other processes do."""
-    quota, period = QUOTA.read_text().split() if QUOTA.is_file() else ("max", "1")
+    quota, period = QUOTA.read_text(encoding="utf-8").split() if QUOTA.is_file() else ("max", "1")
     cores = usable = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     said = f"{cpu_name()}, {cores} of {os.cpu_count()} cores"
     if quota != "max":
@@ -100,7 +100,7 @@ def gpus() -> Iterator[Finding]:
         )
     if not torch.cuda.device_count():
         wrong = f"torch {torch.__version__} sees no GPU; install one for the CUDA of this driver, or update the driver"
-        driver = DRIVER.read_text().splitlines()[0] if DRIVER.is_file() else "none"
+        driver = DRIVER.read_text(encoding="utf-8").splitlines()[0] if DRIVER.is_file() else "none"
         yield "GPU", driver, wrong if DRIVER.is_file() else ""
 
 

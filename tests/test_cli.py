@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import logging
 import os
 import pty
@@ -170,3 +171,24 @@ def test_doctor_is_a_command(typed):
     code, out, err = typed("doctor")
     assert (code, "Traceback" in err) == (0, False)
     assert "compiled kernels" in out
+
+
+@pytest.mark.parametrize("encoding", ["ascii", "latin-1", None])
+def test_no_output_is_too_poor_for_a_character(run, monkeypatch, encoding):
+    """None: a service, or a process behind `>&-`, has no output at all."""
+    for name in ("stdout", "stderr"):
+        stream = None if encoding is None else io.TextIOWrapper(io.BytesIO(), encoding)
+        monkeypatch.setattr(sys, name, stream)
+    assert run("generate", "method=autoregressive", "max_new_tokens=2", "prompt=é – 中")[0] == 0
+    assert run("generate", "method=autoregressive", "prompt=x", "max_new_tokens=–")[0] == 2
+    if encoding is not None:
+        sys.stderr.flush()
+        assert sys.stdout.buffer.getvalue().decode(encoding).startswith("? ? ?" if encoding == "ascii" else "é ? ?")
+        assert sys.stderr.buffer.getvalue().decode(encoding).count("max_new_tokens=? cannot be read") == 1
+
+
+def test_a_locale_without_utf_8_changes_nothing():
+    typed = [sys.executable, "-m", "spectrain", "generate", "prompt=x", "max_new_tokens=ů"]
+    locale = {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0", "PYTHONPATH": str(ROOT)}
+    found = subprocess.run(typed, env=os.environ | locale, capture_output=True)
+    assert (found.returncode, "max_new_tokens=ů cannot be read" in found.stderr.decode()) == (2, True), found.stderr
