@@ -12,7 +12,7 @@ COMMANDS = {"train", "generate", "chat", "serve", "recommend", "bench", "export"
 DATA_COMMANDS = {"responses", "activations", "acceptance", "datastore", "target"}
 # Each room imports only those that stand before it, and the leaves.
 ROOMS = ["kernels", "decoding", "stores", "retrieval", "models", "methods", "training", "measure", "serving"]
-LEAVES = ["errors", "config", "terminal"]
+LEAVES = ["errors", "caches", "config", "terminal"]
 SEES_HYDRA = {
     "cli",
     "config",
