@@ -17,12 +17,13 @@ import re
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from datetime import datetime
+from functools import partial
 from itertools import groupby, pairwise, takewhile
 
 import numpy as np
 from transformers import BatchEncoding, PreTrainedTokenizerBase
 
-from spectrain.decoding.text import rendered
+from spectrain.decoding.text import chat_template, rendered
 from spectrain.errors import UserError
 from spectrain.stores.chats import Chat, Messages
 
@@ -69,10 +70,11 @@ class ChatRenderer:
                 f"the tokenizer of {tokenizer.name_or_path} cannot say where its tokens stand in a text, so replies "
                 "cannot be told from prompts; give corpus.fields of plain texts, or a target with a fast tokenizer"
             )
-        self.tokenizer, template = tokenizer, tokenizer.get_chat_template()
-        self._template = CLOCK.sub(lambda call: repr(STARTED.strftime(call[2])), template)
+        self.tokenizer, own = tokenizer, {tools: chat_template(tokenizer, tools) for tools in (False, True)}
+        at_start = partial(CLOCK.sub, lambda call: repr(STARTED.strftime(call[2])))
+        self._templates = {has_tools: at_start(template) for has_tools, template in own.items()}
         self.eos_ids = {*eos_ids, tokenizer.eos_token_id} - {None}
-        self.is_marked, self.reads_clock = bool(GENERATION.search(template)), self._template != template
+        self.is_marked, self.reads_clock = all(map(GENERATION.search, own.values())), self._templates != own
         asked, (replied, other) = _user(PROBE[0][0]), (_assistant(reply) for _, reply in PROBE[:2])
         prompt, *whole = self._render([asked], add_generation_prompt=True), self._render([asked, replied])
         whole += [self._render([asked, other])]
@@ -109,7 +111,7 @@ class ChatRenderer:
     def remarks(self, names: Iterable[str]) -> Iterator[str]:
         """Yield sentences on what a user should know who renders conversations with these roles and keys."""
         for name in sorted(set(names) & {"tools", "tool_calls", "reasoning_content"}):
-            if name not in self._template:
+            if not any(name in template for template in self._templates.values()):
                 yield f"the chat template does not write {name}: conversations are read without them"
         if self.reads_clock:
             yield f"the chat template writes the time: these rows say {STARTED:%Y-%m-%d %H:%M}, later ones do not"
@@ -202,7 +204,7 @@ class ChatRenderer:
 
     def _render(self, messages: Messages, tools: list[dict] | None = None, **asked: object) -> str:
         advice = "mend or remove the conversation, or mend the template"
-        asked = {"tokenize": False, "tools": tools, "chat_template": self._template, **asked}
+        asked = {"tokenize": False, "tools": tools, "chat_template": self._templates[tools is not None], **asked}
         return rendered(self.tokenizer, messages, "a conversation", advice, **asked)
 
 
