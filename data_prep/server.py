@@ -18,20 +18,12 @@ from collections.abc import Awaitable, Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Annotated, Any, Literal
 from urllib.parse import urlsplit
-from urllib.request import getproxies, proxy_bypass
+from urllib.request import proxy_bypass
 
 import numpy as np
+import openai
 from lightning import Fabric
-from openai import (
-    APIConnectionError,
-    APIStatusError,
-    AsyncOpenAI,
-    DefaultAsyncHttpxClient,
-    NotFoundError,
-    Omit,
-    OpenAIError,
-    Timeout,
-)
+from openai import APIConnectionError, APIStatusError, AsyncOpenAI, NotFoundError, Omit, OpenAIError, Timeout
 from pydantic import BaseModel, Field, ValidationError
 
 from data_prep.answers import Answer, Answering, Answers, Prompt
@@ -186,34 +178,25 @@ class CompletionServer:
             raise PromptFailed(f"no answer ({_excerpt(error.__cause__ or error)})") from error
 
     def _unreachable(self, error: APIConnectionError) -> UserError:
-        is_direct = self._is_here or proxy_bypass(self._host) or not getproxies()
-        through = "" if is_direct else " through the proxy"
         return UserError(
-            f"base_url={self.root} cannot be reached{through} ({_excerpt(error.__cause__ or error)}); start the "
-            "server, or give its address"
+            f"base_url={self.root} cannot be reached ({_excerpt(error.__cause__ or error)}); start the server, or give "
+            "its address"
         )
-
-    @property
-    def _host(self) -> str:
-        return urlsplit(self.root).hostname or ""
-
-    @property
-    def _is_here(self) -> bool:
-        """Whether the server is on this machine, to which no proxy leads."""
-        return self._host in ("localhost", "::1") or self._host.startswith("127.")
 
     def _client(self, retries: int) -> AsyncOpenAI:
         timeout = Timeout(self.timeout_s, connect=min(CONNECT_S, self.timeout_s), pool=None)
         key = self.api_key or "none"
+        host = urlsplit(self.root).hostname or ""
+        is_here = host in ("localhost", "::1") or host.startswith("127.")  # to which no proxy leads
         try:
-            http = DefaultAsyncHttpxClient(trust_env=not self._is_here)
+            http = openai.DefaultAsyncHttpxClient(trust_env=not is_here)
         except Exception as error:  # the HTTP library's own types
-            if not proxy_bypass(self._host):
+            if not proxy_bypass(host):
                 raise UserError(
                     f"the proxy that the environment names cannot be used ({error}); set ALL_PROXY, HTTP_PROXY and "
-                    f"HTTPS_PROXY to http://host:port, or add {self._host} to NO_PROXY"
+                    f"HTTPS_PROXY to http://host:port, or add {host} to NO_PROXY"
                 ) from error
-            http = DefaultAsyncHttpxClient(trust_env=False)
+            http = openai.DefaultAsyncHttpxClient(trust_env=False)
         options = {"timeout": timeout, "max_retries": retries, "http_client": http}
         return AsyncOpenAI(base_url=f"{self.root}/v1", api_key=key, **options)
 

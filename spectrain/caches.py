@@ -1,10 +1,4 @@
-"""Where caches lie: where the libraries put them, or in a temporary folder where that cannot be written.
-
-`import spectrain` calls `settle`, because libraries read the environment when they are imported: numba, the hub's,
-matplotlib, Triton, torch's extensions.
-"""
-
-from __future__ import annotations
+"""Where caches lie: where the libraries put them, or in a temporary folder where that cannot be written."""
 
 import logging
 import os
@@ -15,7 +9,7 @@ log = logging.getLogger(__name__)
 
 
 def settle() -> None:
-    """Let the environment name folders for caches that can be written. One line says what was changed."""
+    """Let the environment name folders that can be written, and say so. Libraries read it when they are imported."""
     home = Path(os.path.expanduser(os.environ.get("XDG_CACHE_HOME") or "~/.cache"))
     hub = Path(os.path.expanduser(os.environ.get("HF_HOME") or home / "huggingface"))
     lacking = [folder for folder in (home, hub) if not is_writable(folder)]
@@ -23,7 +17,7 @@ def settle() -> None:
         return
     other = temporary_folder()
     if home in lacking:
-        os.environ["XDG_CACHE_HOME"] = str(other)
+        os.environ["XDG_CACHE_HOME"] = str(other)  # of numba, torch, W&B
         for variable, name in (("TRITON_HOME", "triton"), ("MPLCONFIGDIR", "matplotlib")):
             os.environ.setdefault(variable, str(other / name))
     if hub in lacking:
@@ -31,11 +25,8 @@ def settle() -> None:
         for variable, name in (("HF_HUB_CACHE", "hub"), ("HF_TOKEN_PATH", "token")):
             if os.path.exists(hub / name):  # which can be read all the same
                 os.environ.setdefault(variable, str(hub / name))
-    log.warning(
-        "%s cannot be written; caches lie in %s, unless XDG_CACHE_HOME or HF_HOME names a folder that can",
-        lacking[0],
-        other,
-    )
+    advice = "unless XDG_CACHE_HOME or HF_HOME names a folder that can"
+    log.warning("%s cannot be written; caches lie in %s, %s", lacking[0], other, advice)
 
 
 def is_writable(folder: Path) -> bool:

@@ -40,9 +40,8 @@ def show_options(name: str, arguments: Sequence[str]) -> None:
     """Print what a command is for, lines to type, and its options, with those of a chosen experiment or method."""
     kind, groups = COMMANDS[name]
     chosen = {key.lstrip("+"): value for key, _, value in (one.partition("=") for one in arguments)}
-    said = ast.get_docstring(
-        ast.parse((PACKAGE.parent / f"{module_of(name).replace('.', '/')}.py").read_text(encoding="utf-8"))
-    )
+    file = PACKAGE.parent / f"{module_of(name).replace('.', '/')}.py"
+    said = ast.get_docstring(ast.parse(file.read_text(encoding="utf-8")))
     print(f"{about(kind)}\n")
     for line in re.findall(rf"^ *python -m {module_of(name)}\b(.*)", said, re.MULTILINE):
         print(f"spectrain {name}{line}")
@@ -97,11 +96,8 @@ def _presets(group: str, default: str | None) -> list[Row]:
 
 def _said(file: Path) -> str:
     """Return the first comment of a preset that is no command, without `group=name: `."""
-    comments = [
-        line
-        for line in file.read_text(encoding="utf-8").splitlines()
-        if line.startswith("#") and not NO_SENTENCE.match(line)
-    ]
+    lines = file.read_text(encoding="utf-8").splitlines()
+    comments = [line for line in lines if line.startswith("#") and not NO_SENTENCE.match(line)]
     return re.sub(r"^# (\w+=\w+: )?", "", comments[0]) if comments else ""
 
 

@@ -60,9 +60,8 @@ def host_memory() -> tuple[int, int]:
     total, free = memory.total, memory.available
     if (limit := CGROUP / "memory.max").is_file() and (most := limit.read_text(encoding="utf-8").strip()) != "max":
         kinds = dict(line.split() for line in (CGROUP / "memory.stat").read_text(encoding="utf-8").splitlines())
-        used = int((CGROUP / "memory.current").read_text(encoding="utf-8")) - int(
-            kinds["inactive_file"]
-        )  # files are dropped at need
+        dropped = int(kinds["inactive_file"])  # files are, at need
+        used = int((CGROUP / "memory.current").read_text(encoding="utf-8")) - dropped
         total, free = min(total, int(most)), min(free, max(0, int(most) - used))
     return total, free
 

@@ -60,7 +60,7 @@ def test_kernels_for_vectors_of_every_width_compute_what_torch_does_on_any_machi
 
 def test_a_switch_that_cannot_be_read_is_refused(monkeypatch):
     monkeypatch.setenv(products.SWITCH, "avx2")
-    with pytest.raises(UserError, match="SPECTRAIN_CPU: avx2 has no sign"):
+    with pytest.raises(ValueError, match="SPECTRAIN_CPU: avx2 has no sign"):
         products.cpu_features.__wrapped__()
 
 

@@ -26,8 +26,6 @@ import torch
 from llvmlite import ir
 from torch import Tensor
 
-from spectrain.errors import UserError
-
 BITS = {torch.float32: 32, torch.bfloat16: 16, torch.int8: 8}  # of a weight
 MOST_T = 7  # rows that are multiplied in one pass: four rows twice are faster than eight
 # What a processor multiplies half precision with, by LLVM's names.
@@ -101,18 +99,14 @@ def cpu_features() -> dict[str, bool]:
     Each word of it removes one or adds one, as in `-avx512f,+avx512bf16`. So the way that the code takes on another
     processor can be taken on this one: what is added is computed with the instructions that are there.
     """
-    changes = [word.strip() for word in os.environ.get(SWITCH, "").split(",") if word.strip()]
+    changes = [word for word in os.environ.get(SWITCH, "").split(",") if word]
     if wrong := [word for word in changes if word[0] not in "+-"]:
-        raise UserError(f"{SWITCH}: {wrong[0]} has no sign; write -avx512f, +avx512bf16, or leave it unset")
-    found = _host_features() | {word[1:]: word[0] == "+" for word in changes}
-    is_amd = llvm.get_host_cpu_name().startswith("znver") and torch.backends.mkl.is_available()
-    return {NARROW_MKL: bool(found.get("avx512f")) and is_amd} | found
-
-
-def _host_features() -> dict[str, bool]:
+        raise ValueError(f"{SWITCH}: {wrong[0]} has no sign; write -avx512f, +avx512bf16, or leave it unset")
     llvm.initialize_native_target()
     llvm.initialize_native_asmprinter()
-    return dict(llvm.get_host_cpu_features())
+    found = dict(llvm.get_host_cpu_features()) | {word[1:]: word[0] == "+" for word in changes}
+    is_amd = llvm.get_host_cpu_name().startswith("znver") and torch.backends.mkl.is_available()
+    return {NARROW_MKL: bool(found.get("avx512f")) and is_amd} | found
 
 
 def multiplies(dtype: torch.dtype) -> bool:
@@ -176,8 +170,9 @@ def _compiled(dtype: torch.dtype) -> dict[str, int]:
     if dtype == torch.float32:
         for t in range(1, MOST_QUERIES + 1):
             written.append(_Kernel(module, dtype, t, f"mix{t}").build_mix())
-    removed = [f"-{name}" for name, has in _host_features().items() if has and not cpu_features()[name]]
-    features = [llvm.get_host_cpu_features().flatten(), "-prefer-256-bit", *removed]  # or wide vectors are cut in two
+    own = llvm.get_host_cpu_features()
+    removed = [f"-{name}" for name, has in own.items() if has and not cpu_features()[name]]
+    features = [own.flatten(), "-prefer-256-bit", *removed]  # or wide vectors are cut in two
     target = llvm.Target.from_triple(llvm.get_process_triple())
     machine = target.create_target_machine(cpu=llvm.get_host_cpu_name(), features=",".join(features), opt=2, jit=True)
     parsed = llvm.parse_assembly(str(module))
