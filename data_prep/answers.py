@@ -92,7 +92,8 @@ class Answers:
 
     def _append(self, name: str, row: dict) -> None:
         if self.build.writes:
-            with (self.build.work / f"{name}-{self.build.fabric.global_rank}.jsonl").open("a") as file:
+            own = self.build.work / f"{name}-{self.build.fabric.global_rank}.jsonl"
+            with own.open("a", encoding="utf-8") as file:
                 file.write(json_line(row))
         self.advance(1, 0)
 

@@ -17,8 +17,11 @@ import textwrap
 from collections.abc import Awaitable, Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Annotated, Any, Literal
+from urllib.parse import urlsplit
+from urllib.request import proxy_bypass
 
 import numpy as np
+import openai
 from lightning import Fabric
 from openai import APIConnectionError, APIStatusError, AsyncOpenAI, NotFoundError, Omit, OpenAIError, Timeout
 from pydantic import BaseModel, Field, ValidationError
@@ -183,7 +186,19 @@ class CompletionServer:
     def _client(self, retries: int) -> AsyncOpenAI:
         timeout = Timeout(self.timeout_s, connect=min(CONNECT_S, self.timeout_s), pool=None)
         key = self.api_key or "none"
-        return AsyncOpenAI(base_url=f"{self.root}/v1", api_key=key, timeout=timeout, max_retries=retries)
+        host = urlsplit(self.root).hostname or ""
+        is_here = host in ("localhost", "::1") or host.startswith("127.")  # to which no proxy leads
+        try:
+            http = openai.DefaultAsyncHttpxClient(trust_env=not is_here)
+        except Exception as error:  # the HTTP library's own types
+            if not proxy_bypass(host):
+                raise UserError(
+                    f"the proxy that the environment names cannot be used ({error}); set ALL_PROXY, HTTP_PROXY and "
+                    f"HTTPS_PROXY to http://host:port, or add {host} to NO_PROXY"
+                ) from error
+            http = openai.DefaultAsyncHttpxClient(trust_env=False)
+        options = {"timeout": timeout, "max_retries": retries, "http_client": http}
+        return AsyncOpenAI(base_url=f"{self.root}/v1", api_key=key, **options)
 
 
 def found_server(options: Server, fabric: Fabric) -> CompletionServer:

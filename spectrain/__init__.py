@@ -12,11 +12,15 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from spectrain import caches
+
 if TYPE_CHECKING:
     from spectrain.decoding import Drafter, TargetModel
     from spectrain.serving.llm import LLM
 
 __all__ = ["LLM", "load_method", "load_target"]
+
+caches.settle()
 
 
 def __getattr__(name: str) -> object:

@@ -86,7 +86,7 @@ def lines() -> Iterator[str]:
             print(end="\n" if is_typed else "")
             return
         except UnicodeDecodeError:
-            print("error: this line is no UTF-8 text")
+            print(f"error: this line is no {sys.stdin.encoding} text")
             continue
         except KeyboardInterrupt as error:
             go_on(error)

@@ -39,7 +39,7 @@ from spectrain.config.fields import flat
 from spectrain.errors import AllRanksError, FinishedRun, LostRankError, UserError, nearest
 from spectrain.stores.files import naming_a_full_disk
 from spectrain.stores.signals import EXIT_CODES, SIGNALS, Terminated
-from spectrain.terminal import stage
+from spectrain.terminal import open_streams, stage
 
 if TYPE_CHECKING:
     from spectrain.decoding import TargetModel
@@ -69,6 +69,7 @@ def main() -> None:
 
     Without a command, list all of them.
     """
+    open_streams()
     name, *arguments = sys.argv[1:] or ["--help"]
     if name in HELP:
         with one_sentence("spectrain"):
@@ -89,6 +90,7 @@ def run(module: str) -> None:
 
     Wrong use is one sentence and exit code 2; Ctrl-C is one sentence and 130, SIGTERM 143.
     """
+    open_streams()
     name, arguments = module.rpartition(".")[2], sys.argv[1:]
     if HELP & set(arguments):
         with one_sentence(name):
@@ -141,6 +143,8 @@ def expand_shorthands(arguments: Sequence[str], name: str) -> list[str]:
             raise UserError(f"{argument} has no name; write options as name=value")
         if argument.startswith("~"):
             raise UserError(f"{argument} would remove an option, which the command needs; give it another value")
+        if key not in FREE_TEXT and argument.encode("utf-8", "replace").decode() != argument:
+            raise UserError(f"{argument} is no UTF-8 text; give a name that is")
         is_method = key == "method" and "method" in groups
         is_here = is_method and "/" not in value and (Path(value) / "spectrain.json").is_file()
         if is_here and is_file_of("method", value):
@@ -338,7 +342,7 @@ def tell_torchrun(sentence: str) -> None:
     if file := os.environ.get("TORCHELASTIC_ERROR_FILE"):
         said = " ".join(sentence.split())
         facts = {"message": said, "extraInfo": {"py_callstack": said, "timestamp": str(int(time.time()))}}
-        Path(file).write_text(json.dumps({"message": facts}))
+        Path(file).write_text(json.dumps({"message": facts}), encoding="utf-8")
 
 
 def rank() -> int:

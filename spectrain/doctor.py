@@ -14,20 +14,24 @@ if __name__ == "__main__":  # first, so that --help and a wrong option are answe
 
 import importlib.metadata
 import os
+import sys
+import tempfile
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from urllib.request import getproxies
 
 import torch
+from huggingface_hub import get_session
 from huggingface_hub.constants import HF_HOME
 from packaging.requirements import Requirement
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from spectrain.config import PACKAGE
 from spectrain.config.commands import Doctor
 from spectrain.kernels import multiplies, why_no_kernels, works
+from spectrain.kernels.cpu.attention import move
 from spectrain.kernels.cpu.products import width
 from spectrain.measure.tables import size
 from spectrain.methods.seconds import Table as Seconds
@@ -48,7 +52,7 @@ Finding = tuple[str, str, str]  # what it is, how it is here, and what is wrong,
 
 def main(options: Doctor) -> None:
     with stage("looking at this machine"):
-        findings = [*processor(), *gpus(), *compilers(), *versions(), *files()]
+        findings = [*processor(), *gpus(), *compilers(), *versions(), *files(), *surroundings()]
     table, console = Table(box=None, show_header=False, padding=(0, 2, 0, 0)), Console(highlight=False)
     for what, found, problem in findings:
         table.add_row(what, Text(found, style="yellow" if problem else ""))
@@ -60,7 +64,7 @@ def main(options: Doctor) -> None:
 
 def processor() -> Iterator[Finding]:
     """Cores, threads, instructions, memory, and what other processes do."""
-    quota, period = QUOTA.read_text().split() if QUOTA.is_file() else ("max", "1")
+    quota, period = QUOTA.read_text(encoding="utf-8").split() if QUOTA.is_file() else ("max", "1")
     cores = usable = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     said = f"{cpu_name()}, {cores} of {os.cpu_count()} cores"
     if quota != "max":
@@ -100,7 +104,7 @@ def gpus() -> Iterator[Finding]:
         )
     if not torch.cuda.device_count():
         wrong = f"torch {torch.__version__} sees no GPU; install one for the CUDA of this driver, or update the driver"
-        driver = DRIVER.read_text().splitlines()[0] if DRIVER.is_file() else "none"
+        driver = DRIVER.read_text(encoding="utf-8").splitlines()[0] if DRIVER.is_file() else "none"
         yield "GPU", driver, wrong if DRIVER.is_file() else ""
 
 
@@ -110,9 +114,8 @@ def compilers() -> Iterator[Finding]:
     failed = ", ".join(str(dtype).removeprefix("torch.") for dtype in dtypes if not works(dtype))
     wrong = f"there are none for {failed}, and torch's own are slower; pip install -U numba llvmlite" if failed else ""
     yield "compiled kernels", f"ready in {time.perf_counter() - began:.1f} s", wrong
-    folder = Path(os.environ.get("NUMBA_CACHE_DIR") or PACKAGE)
-    wrong = "" if os.access(folder, os.W_OK) else "it cannot be written; set NUMBA_CACHE_DIR to a folder that can"
-    yield "their cache", f"{size_on_disk(folder, '*.nb[ci]')} below {folder}", wrong
+    folder = Path(move.stats.cache_path).parent
+    yield "their cache", f"{size_on_disk(folder, '*.nb[ci]')} below {folder}", ""
 
 
 def versions() -> Iterator[Finding]:
@@ -137,13 +140,27 @@ def files() -> Iterator[Finding]:
         wrong = f"{file} looks disturbed ({doubts[0]}); delete it, and steps are timed again" if doubts else ""
         yield "seconds of steps", f"{len(seconds)} curves in {file}", wrong
     hub = Path(HF_HOME, "hub")
-    yield "caches", f"{size_on_disk(ROWS)} of rows in {ROWS}, {size_on_disk(hub)} of models in {hub}", ""
+    is_lost = HF_HOME.startswith(f"{tempfile.gettempdir()}/spectrain-")  # see `caches`
+    wrong = "they are lost at a restart; set HF_HOME to a folder that can be written" if is_lost else ""
+    yield "caches", f"{size_on_disk(ROWS)} of rows in {ROWS}, {size_on_disk(hub)} of models in {hub}", wrong
     free = free_bytes(Path())
     yield (
         "disk",
         f"{size(free)} are free here",
         "delete something, or give out= elsewhere" if free < LITTLE_BYTES else "",
     )
+
+
+def surroundings() -> Iterator[Finding]:
+    """Which characters the output takes, and the proxies of the environment."""
+    wrong = "characters that it lacks are shown as ?; unset PYTHONIOENCODING, or set it to utf-8"
+    yield "output", f"encoded in {sys.stdout.encoding}", "" if "utf" in sys.stdout.encoding.lower() else wrong
+    wrong = ""
+    try:
+        get_session()
+    except Exception as error:  # the HTTP library's own types
+        wrong = f"the hub cannot be asked through them ({error}); set them to http://host:port, or unset them"
+    yield "proxies", ", ".join(sorted(getproxies())) or "none", wrong
 
 
 def size_on_disk(folder: Path, pattern: str = "*") -> str:

@@ -51,5 +51,6 @@ def check(roots: list[Path], out: Path, fresh: bool) -> None:
             raise UserError(f"runs={root} is no folder; give the folder that holds runs")
     if out.is_dir():
         raise UserError(f"out={out} is a folder; give the name of a file, such as out={out}/report.html")
-    if out.exists() and not fresh and f'content="{GENERATOR}"' not in out.read_text(errors="replace")[:HEAD_CHARACTERS]:
+    before = out.read_text(encoding="utf-8", errors="replace")[:HEAD_CHARACTERS] if out.exists() else None
+    if before is not None and not fresh and f'content="{GENERATOR}"' not in before:
         raise UserError(f"out={out} exists and is no page of this command; choose another out= or give fresh=true")

@@ -14,7 +14,9 @@ process that does not log (another rank, a library in somebody's program) shows 
 from __future__ import annotations
 
 import contextlib
+import io
 import logging
+import os
 import shlex
 import sys
 import threading
@@ -94,6 +96,22 @@ def stage(what: str, total: float | None = None, shown: bool = True) -> Iterator
         timer.cancel()
         lines.remove_task(task)
         _lines.reset(token)
+
+
+def open_streams() -> None:
+    """Let stdout and stderr take every character, whatever their encoding, and exist where a process has none.
+
+    Where the locale has no more than ASCII, start the process again in Python's UTF-8 mode: else libraries cannot open
+    files with other characters in their names.
+    """
+    if sys.getfilesystemencoding() == "ascii" and os.environ.get("PYTHONUTF8") != "1":
+        os.execve(sys.executable, sys.orig_argv, os.environ | {"PYTHONUTF8": "1"})
+    for name in ("stdout", "stderr"):
+        stream = getattr(sys, name)
+        if stream is None:
+            setattr(sys, name, open(os.devnull, "w", encoding="utf-8"))  # noqa: SIM115 - for the process's life
+        elif isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="replace")
 
 
 def result_console(columns: int = 100, **options: object) -> Console:

@@ -39,6 +39,9 @@ from transformers import (
 
 from spectrain import cli
 from spectrain.decoding import Sampling, TargetModel, generate, tokenizer_fingerprint
+from spectrain.decoding.weights import is_emulated, most_rows
+from spectrain.kernels import works
+from spectrain.kernels.cpu import products
 from spectrain.methods import seconds as seconds_table
 from spectrain.methods.speculative import Speculative
 from spectrain.retrieval.calibration import calibrate
@@ -232,6 +235,40 @@ def _small_commands(monkeypatch):
     """Fit a drafter's input on little, and draw no picture of a training. Fixtures of a module draw them."""
     monkeypatch.setattr("spectrain.training.spire.FIT_TOKENS", FIT_TOKENS)
     monkeypatch.setattr("spectrain.train.write_png", small_picture)
+
+
+# The processors that the code tells apart, and what SPECTRAIN_CPU says to take their ways on any machine.
+PROCESSORS = {
+    "no FMA": "-fma",
+    "SSE": "-avx512f,-avx2,-avx512bf16,-amx-bf16",
+    "AVX2": "-avx512f,-avx512bf16,-amx-bf16",
+    "AVX-512": "+avx512f,-avx512bf16,-amx-bf16,-narrow-mkl",
+    "AMX": "+avx512f,+avx512bf16,+amx-bf16,-narrow-mkl",
+    "Zen 5": "+avx512f,+avx512bf16,-amx-bf16,+narrow-mkl",
+}
+
+
+@pytest.fixture
+def use_processor(monkeypatch):
+    """Takes the ways of one of `PROCESSORS` until the test ends."""
+    known = products.cpu_features, products._rows_together, products._compiled, works, is_emulated, most_rows
+
+    def use(name: str) -> None:
+        monkeypatch.setenv(products.SWITCH, PROCESSORS[name])
+        for function in known:
+            function.cache_clear()
+
+    yield use
+    monkeypatch.undo()
+    for function in known:
+        function.cache_clear()
+
+
+@pytest.fixture(params=PROCESSORS)
+def processor(request, use_processor) -> str:
+    """Each of `PROCESSORS` in turn."""
+    use_processor(request.param)
+    return request.param
 
 
 @pytest.fixture(autouse=True)

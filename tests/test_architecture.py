@@ -12,7 +12,7 @@ COMMANDS = {"train", "generate", "chat", "serve", "recommend", "bench", "export"
 DATA_COMMANDS = {"responses", "activations", "acceptance", "datastore", "target"}
 # Each room imports only those that stand before it, and the leaves.
 ROOMS = ["kernels", "decoding", "stores", "retrieval", "models", "methods", "training", "measure", "serving"]
-LEAVES = ["errors", "config", "terminal"]
+LEAVES = ["errors", "caches", "config", "terminal"]
 SEES_HYDRA = {
     "cli",
     "config",
@@ -103,3 +103,18 @@ def test_no_pickle_is_read():
             if called == "torch.load":
                 assert name == "spectrain.training.checkpoints"
                 assert options["weights_only"] in ("True", "not folder")
+
+
+def test_every_text_file_is_opened_with_an_encoding():
+    """The default is the locale's, which may be ASCII."""
+    lacking = []
+    for path in modules().values():
+        for call in (one for one in ast.walk(ast.parse(path.read_text(encoding="utf-8"))) if isinstance(one, ast.Call)):
+            name = getattr(call.func, "attr", getattr(call.func, "id", None))
+            given = [*call.args, *(word.value for word in call.keywords)]
+            modes = [one.value for one in given if isinstance(one, ast.Constant) and isinstance(one.value, str)]
+            opens = name in ("open", "fdopen") and any(set(mode) <= set("rwax+t") for mode in modes)
+            opens = opens or name in ("read_text", "write_text")
+            if opens and not any(word.arg == "encoding" for word in call.keywords):
+                lacking.append(f"{path}:{call.lineno}")
+    assert not lacking

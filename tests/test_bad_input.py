@@ -35,6 +35,7 @@ MISSPELT = [
     ("bench -m seed=1,2 xyzzy_plugh=3", "xyzzy_plugh --help"),
     ("serve prt=8000", "prt port"),
     ("bench seed", "'seed' name=value"),
+    ("bench out=b\udcff", "out= UTF-8"),
     ("bench ~seed", "~seed would remove an option"),
     ("train kind=spire", "+exp=spire"),
 ]

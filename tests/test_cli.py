@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import logging
 import os
 import pty
@@ -9,11 +10,13 @@ import re
 import shlex
 import subprocess
 import sys
+import tempfile
 import time
 from pathlib import Path
 
 import pytest
 import torch
+from huggingface_hub import close_session
 
 from spectrain import config, doctor, terminal
 from spectrain.cli import composed
@@ -156,6 +159,10 @@ def test_doctor_says_what_is_wrong_and_what_to_do(tmp_path, monkeypatch, capsys)
     monkeypatch.setattr(doctor.OtherWork, "share", lambda one: 0.4)
     monkeypatch.setattr(torch, "get_num_threads", lambda: 4096)
     monkeypatch.setattr(doctor, "works", lambda dtype: dtype != torch.int8)
+    monkeypatch.setattr(doctor, "HF_HOME", f"{tempfile.gettempdir()}/spectrain-1/huggingface")
+    monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(sys.stdout.buffer, "ascii", "replace", write_through=True))
+    monkeypatch.setenv("ALL_PROXY", "no://where")
+    close_session()
     said = findings(capsys)
     assert f"set OMP_NUM_THREADS={len(os.sched_getaffinity(0))}" in said
     assert "take 40% of the processor's time now" in said
@@ -163,6 +170,9 @@ def test_doctor_says_what_is_wrong_and_what_to_do(tmp_path, monkeypatch, capsys)
     assert (
         "seconds-a-b.json looks disturbed (forward of chains: size 1 took longer than a larger one); delete it" in said
     )
+    assert "caches: they are lost at a restart" in said
+    assert "output: characters that it lacks are shown as ?" in said
+    assert "proxies: the hub cannot be asked through them (Unknown scheme for proxy URL" in said
     assert "Nothing is wrong" not in said
 
 
@@ -170,3 +180,24 @@ def test_doctor_is_a_command(typed):
     code, out, err = typed("doctor")
     assert (code, "Traceback" in err) == (0, False)
     assert "compiled kernels" in out
+
+
+@pytest.mark.parametrize("encoding", ["ascii", "latin-1", None])
+def test_no_output_is_too_poor_for_a_character(run, monkeypatch, encoding):
+    """None: a service, or a process behind `>&-`, has no output at all."""
+    for name in ("stdout", "stderr"):
+        stream = None if encoding is None else io.TextIOWrapper(io.BytesIO(), encoding)
+        monkeypatch.setattr(sys, name, stream)
+    assert run("generate", "method=autoregressive", "max_new_tokens=2", "prompt=é – 中")[0] == 0
+    assert run("generate", "method=autoregressive", "prompt=x", "max_new_tokens=–")[0] == 2
+    if encoding is not None:
+        sys.stderr.flush()
+        assert sys.stdout.buffer.getvalue().decode(encoding).startswith("? ? ?" if encoding == "ascii" else "é ? ?")
+        assert sys.stderr.buffer.getvalue().decode(encoding).count("max_new_tokens=? cannot be read") == 1
+
+
+def test_a_locale_without_utf_8_changes_nothing():
+    typed = [sys.executable, "-m", "spectrain", "generate", "prompt=x", "max_new_tokens=ů"]
+    locale = {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0", "PYTHONPATH": str(ROOT)}
+    found = subprocess.run(typed, env=os.environ | locale, capture_output=True)
+    assert (found.returncode, "max_new_tokens=ů cannot be read" in found.stderr.decode()) == (2, True), found.stderr

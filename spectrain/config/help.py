@@ -40,7 +40,8 @@ def show_options(name: str, arguments: Sequence[str]) -> None:
     """Print what a command is for, lines to type, and its options, with those of a chosen experiment or method."""
     kind, groups = COMMANDS[name]
     chosen = {key.lstrip("+"): value for key, _, value in (one.partition("=") for one in arguments)}
-    said = ast.get_docstring(ast.parse((PACKAGE.parent / f"{module_of(name).replace('.', '/')}.py").read_text()))
+    file = PACKAGE.parent / f"{module_of(name).replace('.', '/')}.py"
+    said = ast.get_docstring(ast.parse(file.read_text(encoding="utf-8")))
     print(f"{about(kind)}\n")
     for line in re.findall(rf"^ *python -m {module_of(name)}\b(.*)", said, re.MULTILINE):
         print(f"spectrain {name}{line}")
@@ -95,7 +96,8 @@ def _presets(group: str, default: str | None) -> list[Row]:
 
 def _said(file: Path) -> str:
     """Return the first comment of a preset that is no command, without `group=name: `."""
-    comments = [line for line in file.read_text().splitlines() if line.startswith("#") and not NO_SENTENCE.match(line)]
+    lines = file.read_text(encoding="utf-8").splitlines()
+    comments = [line for line in lines if line.startswith("#") and not NO_SENTENCE.match(line)]
     return re.sub(r"^# (\w+=\w+: )?", "", comments[0]) if comments else ""
 
 
@@ -106,7 +108,7 @@ def _of_yaml(group: str, name: str) -> list[Row]:
         return []
     for base in OmegaConf.load(file).get("defaults", []):
         rows |= {typed.partition("=")[0]: (typed, said) for typed, said in _of_yaml(group, base)}
-    for line in file.read_text().splitlines():
+    for line in file.read_text(encoding="utf-8").splitlines():
         if (found := OPTION.match(line)) and found[2]:
             option = f"{group}.{found[1]}"
             rows[option] = f"{option}={found[2]}", rows[option][1] if option in rows else found[3] or ""

@@ -262,7 +262,7 @@ def load_config(name: str, role: str) -> PretrainedConfig:
             f"folder {name} has a config.json that transformers cannot read ({first_line(error)})"
             if is_here
             else f"{name} is no folder here, and as a Hugging Face id it could not be fetched (no network, or no such "
-            "model); give an existing folder, or an id while online"
+            f"model: {first_line(error)}); give an existing folder, or an id while online"
         )
         raise UserError(f"{role} {why}") from error
 

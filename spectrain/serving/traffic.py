@@ -68,7 +68,7 @@ class TrafficLog:
         }
         try:
             if self._file is None:
-                self._file = (self.work / f"rows-{time.time_ns()}.jsonl").open("a")
+                self._file = (self.work / f"rows-{time.time_ns()}.jsonl").open("a", encoding="utf-8")
             self._file.write(json_line(row))
             self._file.flush()
         except OSError as error:

@@ -24,7 +24,7 @@ import numpy as np
 from transformers import PreTrainedTokenizerBase
 from transformers.utils.chat_template_utils import render_jinja_template
 
-from spectrain.decoding.text import rendered, told
+from spectrain.decoding.text import chat_template, rendered, told
 from spectrain.errors import UserError
 from spectrain.stores.chats import Chat, Messages
 from spectrain.stores.known import THOUGHTS
@@ -73,11 +73,12 @@ class ChatRenderer:
                 f"the tokenizer of {tokenizer.name_or_path} cannot say where its tokens stand in a text, so replies "
                 "cannot be told from prompts; give corpus.fields of plain texts, or a target with a fast tokenizer"
             )
-        self.tokenizer, template = tokenizer, tokenizer.get_chat_template()
-        self._template = CLOCK.sub(lambda call: repr(STARTED.strftime(call[2])), template)
+        self.tokenizer, own = tokenizer, {tools: chat_template(tokenizer, tools) for tools in (False, True)}
+        at_start = partial(CLOCK.sub, lambda call: repr(STARTED.strftime(call[2])))
+        self._templates = {has_tools: at_start(template) for has_tools, template in own.items()}
         self._eos = list({*eos_ids, tokenizer.eos_token_id} - {None})
         self._wide = [token for token, added in tokenizer.added_tokens_decoder.items() if added.rstrip]
-        self.is_marked, self.reads_clock = bool(GENERATION.search(template)), self._template != template
+        self.is_marked, self.reads_clock = all(map(GENERATION.search, own.values())), self._templates != own
         asked, (replied, other) = _user(PROBE[0][0]), (_assistant(reply) for _, reply in PROBE[:2])
         prompt, *whole = self._render([asked], add_generation_prompt=True), self._render([asked, replied])
         whole += [self._render([asked, other])]
@@ -111,8 +112,9 @@ class ChatRenderer:
 
     def remarks(self, names: Iterable[str]) -> Iterator[str]:
         """Yield sentences on what a user should know who renders conversations with these roles and keys."""
+        templates = " ".join(self._templates.values())
         for name in sorted(set(names) & {"tools", "tool_calls", THOUGHTS[0]}):
-            if not any(one in self._template for one in (THOUGHTS if name == THOUGHTS[0] else [name])):
+            if not any(one in templates for one in (THOUGHTS if name == THOUGHTS[0] else [name])):
                 yield f"the chat template does not write {name}: conversations are read without them"
         if self.reads_clock:
             yield f"the chat template writes the time: these rows say {STARTED:%Y-%m-%d %H:%M}, later ones do not"
@@ -132,9 +134,9 @@ class ChatRenderer:
 
     def _marked(self, chat: Chat) -> Rendered:
         """Return what a template renders that marks what the assistant writes."""
-        given = {"tools": chat.tools, "chat_template": self._template, **self.tokenizer.special_tokens_map}
+        template, names = self._templates[chat.tools is not None], self.tokenizer.special_tokens_map
         with told(self.tokenizer, *SAID):
-            texts, marked = render_jinja_template([chat.messages], return_assistant_tokens_mask=True, **given)
+            texts, marked = render_jinja_template([chat.messages], chat.tools, None, template, True, **names)
         return Rendered(texts[0], marked[0])
 
     def _turn_by_turn(self, whole: str, chat: Chat) -> Rendered:
@@ -204,7 +206,7 @@ class ChatRenderer:
         return between.pop() if len(between) == 1 else None
 
     def _render(self, messages: Messages, tools: list[dict] | None = None, **asked: object) -> str:
-        asked = {"tokenize": False, "tools": tools, "chat_template": self._template, **asked}
+        asked = {"tokenize": False, "tools": tools, "chat_template": self._templates[tools is not None], **asked}
         return rendered(self.tokenizer, messages, *SAID, **asked)
 
 

@@ -58,9 +58,10 @@ def host_memory() -> tuple[int, int]:
     """
     memory = psutil.virtual_memory()
     total, free = memory.total, memory.available
-    if (limit := CGROUP / "memory.max").is_file() and (most := limit.read_text().strip()) != "max":
-        kinds = dict(line.split() for line in (CGROUP / "memory.stat").read_text().splitlines())
-        used = int((CGROUP / "memory.current").read_text()) - int(kinds["inactive_file"])  # files are dropped at need
+    if (limit := CGROUP / "memory.max").is_file() and (most := limit.read_text(encoding="utf-8").strip()) != "max":
+        kinds = dict(line.split() for line in (CGROUP / "memory.stat").read_text(encoding="utf-8").splitlines())
+        dropped = int(kinds["inactive_file"])  # files are, at need
+        used = int((CGROUP / "memory.current").read_text(encoding="utf-8")) - dropped
         total, free = min(total, int(most)), min(free, max(0, int(most) - used))
     return total, free
 
@@ -79,7 +80,7 @@ def date_now() -> str:
 def cpu_name() -> str:
     """Return the model of this machine's processor, as the system tells it."""
     cpuinfo = Path("/proc/cpuinfo")
-    lines = cpuinfo.read_text().splitlines() if cpuinfo.is_file() else []
+    lines = cpuinfo.read_text(encoding="utf-8").splitlines() if cpuinfo.is_file() else []
     models = (line.split(":", 1)[1].strip() for line in lines if line.startswith("model name"))
     return next(models, platform.processor() or platform.machine())
 
@@ -102,7 +103,7 @@ class OtherWork:
         """Return the seconds in which the cores worked, those of this process, and all there were."""
         try:
             cores, ticks = os.sched_getaffinity(0), os.sysconf("SC_CLK_TCK")
-            lines = [line.split() for line in Path("/proc/stat").read_text().splitlines()]
+            lines = [line.split() for line in Path("/proc/stat").read_text(encoding="utf-8").splitlines()]
         except (AttributeError, OSError):
             return None
         # user, nice, system, idle, waiting for a disk, interrupts, the same in software, taken by the machine around it
@@ -130,7 +131,7 @@ def commit_of(folder: Path) -> dict[str, object] | None:
 
     def git(*arguments: str) -> str:
         return subprocess.check_output(
-            ["git", *arguments], cwd=folder, stderr=subprocess.DEVNULL, text=True, timeout=30
+            ["git", *arguments], cwd=folder, stderr=subprocess.DEVNULL, encoding="utf-8", errors="replace", timeout=30
         )
 
     try:

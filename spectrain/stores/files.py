@@ -230,7 +230,7 @@ class RowFile(Generic[Row]):
     def append(self, row: Row) -> None:
         self.rows.append(row)
         if self.writes:
-            with self.file.open("a") as out:
+            with self.file.open("a", encoding="utf-8") as out:
                 out.write(json_line(row))
 
 

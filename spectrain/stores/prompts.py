@@ -82,7 +82,7 @@ def _template_of(path: str) -> tuple[str, str]:
         return "{}", path
     if not rest:
         raise UserError(f"prompts={path} is a format of questions; give prompts={name}:<file of questions>")
-    return file.read_text().removesuffix("\n"), rest
+    return file.read_text(encoding="utf-8").removesuffix("\n"), rest
 
 
 def _question(row: Row, columns: Mapping, row_id: str, stem: str) -> Question | None:

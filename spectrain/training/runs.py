@@ -311,7 +311,7 @@ def read_csv(file: Path) -> Curve:
     """Read a metrics.csv by step; two rows of one step (training, validation) become one. {} where there is none."""
     curve: Curve = {}
     if file.is_file():
-        with file.open(newline="") as lines:
+        with file.open(newline="", encoding="utf-8") as lines:
             for row in csv.DictReader(line for line in lines if line.endswith("\n")):  # a kill may have cut the last
                 values = {name: float(value) for name, value in row.items() if value and name not in ("step", "epoch")}
                 curve.setdefault(int(row["step"]), {}).update(values)

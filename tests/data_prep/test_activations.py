@@ -16,7 +16,6 @@ from spectrain.decoding import fingerprint, load_target, tokenizer_fingerprint
 from spectrain.stores.features import open_features
 from spectrain.stores.packing import pack
 from spectrain.stores.texts import read_documents
-from spectrain.training import strategies
 from tests import ranks
 from tests.data_prep.conftest import caller, contents, curve, save_responses, source, training_options
 
@@ -216,9 +215,9 @@ def test_responses_as_a_corpus_are_learned_alike_from_the_store_and_beside_the_t
     assert abs(curve("all", "train/loss")[0] - curve("offline", "train/loss")[0]) > 1e-3
 
 
-def test_precision_is_what_the_processor_multiplies_the_fastest(capture, shared, monkeypatch):
-    for multiplies, expected in ((True, "bf16-mixed"), (False, "32-true")):
-        monkeypatch.setattr(strategies, "multiplies", lambda dtype, multiplies=multiplies: multiplies)
+def test_precision_is_what_the_processor_multiplies_the_fastest(capture, shared, use_processor):
+    for name, expected in (("AMX", "bf16-mixed"), ("AVX2", "32-true")):
+        use_processor(name)
         options = ["target.device=cpu", f"row_tokens={ROW_TOKENS}", "corpus.max_documents=30", f"out={expected}"]
         assert capture(*source(shared), *options)[0] == 0
         assert open_features(expected).manifest.precision == expected

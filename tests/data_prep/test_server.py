@@ -25,11 +25,6 @@ EOS = 0
 ASKED = Answering(Sampling(temperature=1.0), max_new_tokens=4)
 
 
-@pytest.fixture(autouse=True)
-def _no_proxy(monkeypatch):
-    monkeypatch.setenv("NO_PROXY", "127.0.0.1")
-
-
 @pytest.fixture(scope="module")
 def target(made):
     """What reading an answer takes of a target."""
@@ -186,6 +181,23 @@ def test_the_model_is_found_with_or_without_v1():
             assert CompletionServer(address).find_model() == "tiny"
     with serving(lambda body, n: None, (404, {}, b"")) as server:
         assert CompletionServer(server.address, model="named").find_model() == "named"
+
+
+PROXIES = ["socks5://127.0.0.1:9", "http://127.0.0.1:9", "::", "no://where", "http://[::1"]
+
+
+@pytest.mark.parametrize("proxy", PROXIES)
+def test_no_proxy_leads_to_this_machine_and_one_of_no_use_is_said(proxy, monkeypatch):
+    monkeypatch.setenv("ALL_PROXY", proxy)
+    with serving(lambda body, n: None) as server:
+        assert CompletionServer(server.address).find_model() == "tiny"
+    works = proxy.startswith("http://1")
+    said = "cannot be reached" if works else "the proxy that the environment names cannot be used"
+    with pytest.raises(UserError, match=said):
+        CompletionServer("http://nowhere.invalid", retries=0).find_model()
+    monkeypatch.setenv("NO_PROXY", "nowhere.invalid")
+    with pytest.raises(UserError, match=r"nowhere.invalid cannot be reached \("):
+        CompletionServer("http://nowhere.invalid", retries=0).find_model()
 
 
 @pytest.mark.parametrize("address", ["localhost:8000", "http://"])

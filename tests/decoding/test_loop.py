@@ -91,6 +91,12 @@ def test_greedy_text_of_one_row_at_a_time_is_the_targets_own(family, drafter):
     writes_the_targets_own_text(family, drafter, batch_size=1)
 
 
+@pytest.mark.parametrize("family", ["llama_gqa"], indirect=True)
+@pytest.mark.parametrize("drafter", ["spire", "spire_tree", "specdecpp"])
+def test_greedy_text_is_the_targets_own_on_every_processor(family, drafter, processor):
+    writes_the_targets_own_text(family, drafter, batch_size=5)
+
+
 def writes_the_targets_own_text(family, drafter: str, batch_size: int) -> None:
     target, prompts, texts, name = family
     target = TargetModel(target.model, artifacts(name).target.tokenizer, prefill_chunk=16)

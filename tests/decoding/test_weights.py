@@ -51,6 +51,19 @@ def test_products_of_every_number_of_rows_are_those_of_torch(dtype, n_threads):
         torch.set_num_threads(before)
 
 
+@pytest.mark.parametrize("width", [4, 8, 16])
+def test_kernels_for_vectors_of_every_width_compute_what_torch_does_on_any_machine(width, use_processor):
+    use_processor({4: "SSE", 8: "AVX2", 16: "AVX-512"}[width])
+    assert products.width() == width
+    assert all(works(dtype) for dtype in DTYPES)
+
+
+def test_a_switch_that_cannot_be_read_is_refused(monkeypatch):
+    monkeypatch.setenv(products.SWITCH, "avx2")
+    with pytest.raises(ValueError, match="SPECTRAIN_CPU: avx2 has no sign"):
+        products.cpu_features.__wrapped__()
+
+
 def rounding(x: torch.Tensor, weight: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
     """The most [M, N] by which products with weights of 8 bits may be wrong: x is rounded to 16 bits, row by row."""
     unit = x.double().abs().amax(1) / min(2**15 - 1, products.width() * products.LANE // x.shape[1])
@@ -100,16 +113,12 @@ def test_matrices_that_the_kernel_does_not_take_go_through_torch():
 
 
 @pytest.mark.parametrize("layer", [RowsLinear, weights.TextLinear])
-def test_where_the_kernel_is_always_faster_no_state_of_a_text_depends_on_its_neighbours(layer, monkeypatch):
-    monkeypatch.setattr(weights, "outruns_torch", lambda: True)
-    weights.most_rows.cache_clear()
-    try:
-        linear, x = nn.Linear(32, 40).requires_grad_(False), torch.randn(90, 32)
-        whole = layer(linear)(x)
-        torch.testing.assert_close(whole, linear(x), rtol=1e-4, atol=1e-5)
-        assert all(torch.equal(layer(linear)(x[n : n + 7]), whole[n : n + 7]) for n in range(0, 80, 9))
-    finally:
-        weights.most_rows.cache_clear()
+def test_where_the_kernel_is_always_faster_no_state_of_a_text_depends_on_its_neighbours(layer, use_processor):
+    use_processor("Zen 5")
+    linear, x = nn.Linear(32, 40).requires_grad_(False), torch.randn(90, 32)
+    whole = layer(linear)(x)
+    torch.testing.assert_close(whole, linear(x), rtol=1e-4, atol=1e-5)
+    assert all(torch.equal(layer(linear)(x[n : n + 7]), whole[n : n + 7]) for n in range(0, 80, 9))
 
 
 def test_gradients_of_inputs_pass():

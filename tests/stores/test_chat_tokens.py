@@ -6,6 +6,7 @@ import random
 
 import pytest
 
+from spectrain.decoding.text import chat_ids
 from spectrain.errors import UserError
 from spectrain.stores.chat_tokens import ChatRenderer
 from spectrain.stores.chats import Chat
@@ -228,6 +229,20 @@ def test_a_broken_template_is_one_sentence(tokenizer):
     tokenizer.chat_template = "{% for %}"
     with pytest.raises(UserError, match="the chat template of .* cannot render"):
         ChatRenderer(tokenizer)
+
+
+def test_of_several_templates_the_default_is_used_and_tool_use_for_conversations_with_tools(tokenizer):
+    templates = {"default": PLAIN, "tool_use": TOOLS}
+    renderer, tools = rendering(tokenizer, templates), [{"type": "function", "function": {"name": "weather"}}]
+    chats = [Chat(TURNS), Chat(CALLING, tools)]
+    for chat, found in zip(chats, renderer.tokens(chats), strict=True):
+        whole = tokenizer.apply_chat_template(chat.messages, tools=chat.tools, tokenize=False)
+        assert tokenizer.decode(found.ids) == whole
+        assert chat_ids(tokenizer, chat.messages[:1], chat.tools)[:5] == found.ids[:5].tolist()
+    tokenizer.chat_template = {"a": PLAIN, "b": TOOLS}
+    for read in (ChatRenderer, lambda tokenizer: chat_ids(tokenizer, TURNS[:1])):
+        with pytest.raises(UserError, match="has the chat templates a, b, and none is named default; write the one"):
+            read(tokenizer)
 
 
 def test_without_a_template_a_conversation_is_one_text(tokenizer):

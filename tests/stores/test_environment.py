@@ -14,7 +14,7 @@ def test_others_have_what_the_cores_worked_without_this_process(monkeypatch):
     lines, clock = iter([(100, 200), (600, 300)]), iter([10.0, 20.0])  # ticks of both cores; seconds of the clock
     own = iter([1.0, 3.0])
 
-    def read(path):
+    def read(path, encoding):
         user, software = next(lines)
         of_core = f"{user} 0 0 {10**6} 50 0 {software} 0 7 7"
         return f"cpu  9 9 9 9\ncpu0 {of_core}\ncpu1 {of_core}\ncpu10 {10**9} 0 0 0 0 0 0 0 0 0\nintr 1"
@@ -32,7 +32,7 @@ def test_others_have_what_the_cores_worked_without_this_process(monkeypatch):
 
 
 def test_a_system_that_does_not_tell_is_no_error(monkeypatch):
-    def missing(path):
+    def missing(path, encoding):
         raise FileNotFoundError(path)
 
     monkeypatch.setattr(Path, "read_text", missing)

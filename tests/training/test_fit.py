@@ -36,9 +36,9 @@ def checkpoints(tmp_path) -> Path:
     return tmp_path
 
 
-@pytest.mark.parametrize(("multiplies", "expected"), [(True, "bf16-mixed"), (False, "32-true")])
-def test_precision_is_what_the_processor_multiplies_the_fastest(monkeypatch, multiplies, expected):
-    monkeypatch.setattr(strategies, "multiplies", lambda dtype: multiplies)
+@pytest.mark.parametrize(("name", "expected"), [("AMX", "bf16-mixed"), ("AVX2", "32-true")])
+def test_precision_is_what_the_processor_multiplies_the_fastest(use_processor, name, expected):
+    use_processor(name)
     trainer = config_of("+exp=spire", "trainer.accelerator=cpu")["trainer"]
     assert trainer["precision"] == expected
     assert strategies.precision_of({**trainer, "precision": "auto"}) == expected

@@ -303,7 +303,4 @@ def compiled() -> CFunc:
     # numba compares only this file with what it has kept, so the others are in the name.
     digest = hashlib.sha256(b"".join(path.read_bytes() for path in SOURCES)).hexdigest()[:16]
     run.__qualname__ = f"run_{digest}"
-    try:
-        return cfunc(types.void(types.int64), cache=True, error_model="numpy")(run)
-    except RuntimeError:  # there is no folder that it may write to
-        return cfunc(types.void(types.int64), error_model="numpy")(run)
+    return cfunc(types.void(types.int64), cache=True, error_model="numpy")(run)

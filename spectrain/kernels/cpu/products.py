@@ -16,6 +16,7 @@ Letters: M rows of x, K inputs, N outputs (rows of the matrix), R and T as above
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import cache
@@ -32,6 +33,8 @@ ARITHMETIC = {
     torch.bfloat16: ("avx512bf16", "amx-bf16", "bf16"),
     torch.float16: ("avx512fp16", "amx-fp16", "fullfp16"),
 }
+SWITCH = "SPECTRAIN_CPU"  # the environment variable that changes which instructions are used
+NARROW_MKL = "narrow-mkl"  # our name, beside LLVM's: MKL uses only half of each vector
 MOST_QUERIES = 4  # that attention multiplies at a time: five to eight were slower on Zen 5, and need more registers
 LEAST_OUTPUTS = 8  # the most rows that a kernel takes at a time
 ARGUMENTS = ("x", "weight", "y", "scale", "n_out", "n_in", "n_rows")  # of a kernel: addresses, then sizes
@@ -91,10 +94,19 @@ def takes(weight: Tensor) -> bool:
 
 @cache
 def cpu_features() -> dict[str, bool]:
-    """Return which instructions this machine's processor has, by LLVM's names."""
+    """Return which instructions are used, by LLVM's names: those of this processor, as SPECTRAIN_CPU changes them.
+
+    Each word of it removes one or adds one, as in `-avx512f,+avx512bf16`. So the way that the code takes on another
+    processor can be taken on this one: what is added is computed with the instructions that are there.
+    """
+    changes = [word for word in os.environ.get(SWITCH, "").split(",") if word]
+    if wrong := [word for word in changes if word[0] not in "+-"]:
+        raise ValueError(f"{SWITCH}: {wrong[0]} has no sign; write -avx512f, +avx512bf16, or leave it unset")
     llvm.initialize_native_target()
     llvm.initialize_native_asmprinter()
-    return dict(llvm.get_host_cpu_features())
+    found = dict(llvm.get_host_cpu_features()) | {word[1:]: word[0] == "+" for word in changes}
+    is_amd = llvm.get_host_cpu_name().startswith("znver") and torch.backends.mkl.is_available()
+    return {NARROW_MKL: bool(found.get("avx512f")) and is_amd} | found
 
 
 def multiplies(dtype: torch.dtype) -> bool:
@@ -107,7 +119,7 @@ def outruns_torch() -> bool:
 
     It is on processors of AMD with AVX-512, because MKL uses only half of each vector there.
     """
-    return width() == 16 and llvm.get_host_cpu_name().startswith("znver") and torch.backends.mkl.is_available()
+    return cpu_features()[NARROW_MKL]
 
 
 def width() -> int:
@@ -158,9 +170,11 @@ def _compiled(dtype: torch.dtype) -> dict[str, int]:
     if dtype == torch.float32:
         for t in range(1, MOST_QUERIES + 1):
             written.append(_Kernel(module, dtype, t, f"mix{t}").build_mix())
-    features = llvm.get_host_cpu_features().flatten() + ",-prefer-256-bit"  # or wide vectors are cut in two
+    own = llvm.get_host_cpu_features()
+    removed = [f"-{name}" for name, has in own.items() if has and not cpu_features()[name]]
+    features = [own.flatten(), "-prefer-256-bit", *removed]  # or wide vectors are cut in two
     target = llvm.Target.from_triple(llvm.get_process_triple())
-    machine = target.create_target_machine(cpu=llvm.get_host_cpu_name(), features=features, opt=2, jit=True)
+    machine = target.create_target_machine(cpu=llvm.get_host_cpu_name(), features=",".join(features), opt=2, jit=True)
     parsed = llvm.parse_assembly(str(module))
     parsed.verify()
     engine = llvm.create_mcjit_compiler(parsed, machine)

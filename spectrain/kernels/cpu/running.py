@@ -38,7 +38,7 @@ PIECE_BYTES = 1 << 18  # of a matrix: what a thread reads in some ten microsecon
 @cache
 def openmp() -> ctypes.CDLL:
     """Load the OpenMP library that torch runs on. Raises OSError where it is none of GNU's interface."""
-    maps = Path("/proc/self/maps").read_text().splitlines()
+    maps = Path("/proc/self/maps").read_text(encoding="utf-8", errors="surrogateescape").splitlines()
     loaded = sorted(
         {line.split()[-1] for line in maps if Path(line.split()[-1]).name.startswith(("libgomp", "libiomp5"))}
     )
