@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from spectrain.decoding.drafter import Drafter
 
 DRAWS = ("auto", "inverse", "shared")
+COLDEST = 1e-30  # of temperatures: logits over a lower one are infinite, and at this one the likeliest token is certain
 
 
 @dataclass(frozen=True)
@@ -40,6 +41,8 @@ class Sampling:
     def __post_init__(self) -> None:
         for name, interval in (("temperature", "[0, inf)"), ("top_p", "(0, 1]"), ("min_p", "[0, 1)")):
             check_number(f"sampling.{name}", getattr(self, name), interval)
+        if self.temperature < COLDEST:
+            object.__setattr__(self, "temperature", 0.0)
         check_whole("sampling.top_k", self.top_k, 0)
         check_choice("sampling.draws", self.draws, DRAWS)
         with torch.inference_mode(False):  # [1, 4] float64, as kernels read them
