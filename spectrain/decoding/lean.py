@@ -78,14 +78,14 @@ def shape_of(model: PreTrainedModel) -> LlamaShape:
 
 def why_not_lean(model: PreTrainedModel) -> str | None:
     """Return why the lean decoder cannot run a model, or None where it can."""
-    if model.config.model_type in LLAMA_LIKE and (why := why_not_plain(model)) is not None:
+    if (family := model.config.model_type) in SPIRE_LIKE and family not in LLAMA_LIKE:
+        return f"{family} scales embeddings and norms what its blocks add"
+    if family in LLAMA_LIKE and (why := why_not_plain(model)) is not None:
         return why
     try:
         shape_of(model)
     except UserError as error:
         return str(error).split(";")[0]
-    if (family := model.config.model_type) not in LLAMA_LIKE:
-        return f"{family} scales embeddings and norms what its blocks add"
     if (window := window_of(model.config)) is not None:
         return f"its layers have a window of {window} tokens"
     weights = list(model.parameters())

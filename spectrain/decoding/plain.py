@@ -17,6 +17,7 @@ from transformers import PreTrainedModel
 
 from spectrain.decoding.kv_cache import KVCache
 from spectrain.decoding.tree import DraftTree
+from spectrain.errors import UserError
 
 if TYPE_CHECKING:
     from spectrain.decoding.target import TargetModel
@@ -60,18 +61,26 @@ def why_not_plain(model: PreTrainedModel) -> str | None:
 
 
 @torch.inference_mode()
-def scores_alike(target: TargetModel, n_tokens: int = 8) -> bool:
-    """Whether a forward over several tokens scores each of them as a forward over it alone does.
+def check_scores(target: TargetModel, n_tokens: int = 8) -> None:
+    """Raise UserError unless a forward over several tokens scores each as a forward over it alone does.
 
     Hooks may do otherwise, for instance one that changes the last position of each call.
     """
-    found, tokens = [], 1 + torch.arange(n_tokens, device=target.device)[None]
-    for size in (1, n_tokens):
-        cache = KVCache(1, n_tokens=n_tokens)
-        found.append([target.prefill(tokens[:, :1], [1], cache, range(1)).logits])
-        for part in tokens[:, 1:].split(size, dim=1):
-            found[-1].append(target.score(DraftTree.chain(part[:, 0], part[:, 1:]), cache).logits)
-            cache.keep(part.shape[1])
-    alone, together = (torch.cat(logits, dim=1).float() for logits in found)
-    tolerance = (1e-3 if target.dtype.itemsize > 2 else 0.05) * float(alone.abs().max())
-    return torch.allclose(alone, together, rtol=0, atol=tolerance)
+    found, tokens, why = ([], []), 1 + torch.arange(n_tokens, device=target.device)[None], "than one by one"
+    try:
+        for logits, size in zip(found, (1, n_tokens), strict=True):
+            cache = KVCache(1, n_tokens=n_tokens)
+            target.prefill(tokens[:, :1], [1], cache, range(1))
+            for part in tokens[:, 1:].split(size, dim=1):
+                logits.append(target.score(DraftTree.chain(part[:, 0], part[:, 1:]), cache).logits.float())
+                cache.keep(part.shape[1])
+        alone, together = (torch.cat(logits, dim=1) for logits in found)
+        tolerance = (1e-3 if target.dtype.itemsize > 2 else 0.05) * float(alone.abs().max())
+        is_alike = torch.allclose(alone, together, rtol=0, atol=tolerance)
+    except Exception as error:  # of modules and hooks that we do not know
+        is_alike, why = False, f"than one by one, or not at all ({type(error).__name__}: {error})"
+    if not is_alike:
+        raise UserError(
+            f"the model or its hooks cannot verify drafts: several tokens in one call are computed otherwise {why}; "
+            "generate without custom_generate"
+        )

@@ -21,8 +21,8 @@ from transformers.generation import BaseStreamer, GenerateDecoderOnlyOutput, Sto
 
 from spectrain.decoding import Drafter, Sampling, TargetModel
 from spectrain.decoding.engine import Engine, Request
-from spectrain.decoding.loading import first_line, read_tokenizer
-from spectrain.decoding.plain import describe, scores_alike
+from spectrain.decoding.loading import read_tokenizer
+from spectrain.decoding.plain import check_scores, describe
 from spectrain.errors import UserError
 from spectrain.methods.loading import load_method
 
@@ -128,19 +128,9 @@ class _Kept(dict[Path, tuple[tuple, Drafter]]):
             on_cpu = model.device.type == "cpu" and model.dtype == torch.bfloat16  # where float32 is as fast, and exact
             target = TargetModel(model, read_tokenizer(export), dtype=torch.float32 if on_cpu else None)
             if target.engine == "transformers":
-                _check_alike(target)
+                check_scores(target)
             self[export] = state, load_method(export, target)
         return self[export][1]
-
-
-def _check_alike(target: TargetModel) -> None:
-    """Raise UserError unless the modules of a model, which may not be those of transformers, can verify drafts."""
-    try:
-        why = None if scores_alike(target) else "it computes several tokens in one call otherwise than one by one"
-    except Exception as error:  # of modules and hooks that we do not know
-        why = first_line(error)
-    if why is not None:
-        raise UserError(f"the model or its hooks cannot verify drafts ({why}); generate without custom_generate")
 
 
 def _decode(

@@ -15,7 +15,7 @@ import torch
 from scipy.stats import chisquare
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 from torch import nn
-from torch.nn.utils import parametrize
+from torch.nn.utils.parametrize import register_parametrization
 from transformers import (
     CompileConfig,
     DynamicCache,
@@ -286,16 +286,10 @@ class Adapter(nn.Module):
 
     def __init__(self, layer: nn.Linear) -> None:
         super().__init__()
-        self.layer, self.down = layer, nn.Parameter(torch.randn(4, layer.in_features))
-        self.up = nn.Parameter(torch.randn(layer.out_features, 4) / 4)
+        self.layer, self.down, self.up = layer, nn.Linear(layer.in_features, 4), nn.Linear(4, layer.out_features)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.layer(x) + x @ self.down.T @ self.up.T
-
-
-def alter_forward(model):
-    old = model.model.layers[0].mlp.forward
-    model.model.layers[0].mlp.forward = lambda x: 2 * old(x)
+        return self.layer(x) + self.up(self.down(x))
 
 
 def adapt(model):
@@ -304,53 +298,46 @@ def adapt(model):
     model.lm_head = Adapter(model.lm_head)
 
 
-def on_last(module, args, output):
-    return torch.cat([output[:, :-1], 2 * output[:, -1:]], dim=1)
+def hooked(change):
+    return lambda model: model.model.layers[1].register_forward_hook(lambda module, args, x: change(x))
 
 
-def from_elsewhere(model, **options):
-    model.load_state_dict(tiny_model(seed=5).state_dict(), **options)
+def loaded(**options):
+    return lambda model: model.load_state_dict(tiny_model(seed=5).state_dict(), **options)
 
 
-ALTERED = {  # by modules and hooks: what is changed, and what runs it, or why nothing does
-    "hook": (lambda m: m.model.layers[1].register_forward_hook(lambda _, args, x: 2 * x), "transformers"),
+def negate(module, args, output):
+    output["logits"] = -output.logits
+
+
+ALTERED = {  # what is changed; what runs the model then, or why nothing does
+    "hook": (hooked(lambda x: 2 * x), "transformers"),
     "pre-hook": (lambda m: m.lm_head.register_forward_pre_hook(lambda _, args: (args[0] ** 2,)), "transformers"),
-    "hook on the whole": (
-        lambda m: m.register_forward_hook(lambda _, args, out: out.__setitem__("logits", -out.logits)), "transformers"
-    ),
-    "own forward": (alter_forward, "transformers"),
+    "hook on the whole": (lambda m: m.register_forward_hook(negate), "transformers"),
+    "own forward": (lambda m: setattr(m.model.layers[0].mlp, "forward", lambda x: 2 * x), "transformers"),
     "adapters": (adapt, "transformers"),
-    "parametrization": (
-        lambda m: parametrize.register_parametrization(m.model.layers[0].mlp.down_proj, "weight", nn.Tanh()),
-        "transformers",
-    ),
+    "parametrization": (lambda m: register_parametrization(m.lm_head, "weight", nn.Tanh()), "transformers"),
     "plain layers": (lambda m: setattr(m.model.layers[0].mlp, "act_fn", nn.Tanh()), "transformers"),
     "numbers of a module": (lambda m: setattr(m.model.norm, "variance_epsilon", 9.0), "transformers"),
-    "order": (lambda m: m.model.layers.insert(0, m.model.layers.pop(2)), "cannot verify drafts"),
-    "last position": (lambda m: m.model.layers[1].register_forward_hook(on_last), "otherwise than one by one"),
-    "first call": (
-        lambda m: m.model.layers[1].register_forward_hook(lambda _, args, x: x * (1 + (x.shape[1] > 1))),
-        "otherwise than one by one",
-    ),
+    "order": (lambda m: m.model.layers.insert(0, m.model.layers.pop(2)), "cannot verify drafts.*IndexError"),
+    "last position": (hooked(lambda x: torch.cat([x[:, :-1], 2 * x[:, -1:]], dim=1)), "otherwise than one by one;"),
+    "prompts only": (hooked(lambda x: x * (1 + (x.shape[1] > 1))), "otherwise than one by one;"),
     "training": (lambda m: m.train(), "lean"),
     "dropout": (lambda m: setattr(m.train().model.layers[0].self_attn, "attention_dropout", 0.1), "call model.eval"),
     "checkpoints": (lambda m: m.train().gradient_checkpointing_enable(), "call model.eval"),
     "prompt tuning": (lambda m: setattr(m, "prepare_inputs_for_generation", print), "prepare_inputs_for_generation"),
     "window": (lambda m: setattr(m.config, "sliding_window", 3), "has no windows"),
-    "attention": (lambda m: m.set_attn_implementation("eager"), "has eager attention"),
-    # by numbers
     "data": (lambda m: m.model.layers[0].mlp.down_proj.weight.data.mul_(2), "lean"),
     "in place": (lambda m: m.model.norm.weight.mul_(torch.linspace(0, 2, 32)), "lean"),
-    "loaded": (from_elsewhere, "lean"),
-    "loaded anew": (lambda m: from_elsewhere(m, assign=True), "lean"),
+    "loaded": (loaded(), "lean"),
+    "loaded anew": (loaded(assign=True), "lean"),
     "new data": (lambda m: setattr(m.model.norm.weight, "data", torch.linspace(0, 2, 32)), "lean"),
     "new tensor": (lambda m: setattr(m.lm_head, "weight", nn.Parameter(-m.lm_head.weight)), "lean"),
     "tied": (lambda m: setattr(m.lm_head, "weight", m.model.embed_tokens.weight), "lean"),
-    "rounded frequencies": (lambda m: m.bfloat16().float(), "lean"),
     "frequencies": (lambda m: m.model.rotary_emb.inv_freq.mul_(3), "lean"),
-    "half": (lambda m: m.double(), "lean"),
+    "other dtype": (lambda m: m.double(), "lean"),
     "recorded": (lambda m: m(ONE["input_ids"], output_hidden_states=True), "lean"),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("is_open", [False, True], ids=["before the first call", "behind it"])
@@ -373,10 +360,9 @@ def test_an_altered_model_writes_its_own_text_or_is_refused(model, ours, name, i
 def test_a_trained_drafter_follows_its_target_and_comes_back_from_hooks(model, ours):
     before = ours(ONE, "spire")
     hook = model.model.layers[1].register_forward_hook(lambda _, args, x: 2 * x)
-    for alter in (lambda: None, hook.remove, lambda: from_elsewhere(model)):
+    for alter in (lambda: None, hook.remove, lambda: loaded()(model)):
         alter()
         assert torch.equal(ours(ONE, "spire"), model.generate(**ONE, max_new_tokens=N, eos_token_id=None))
-    from_elsewhere(model, assign=True)
     assert not torch.equal(ours(ONE, "spire"), before)
 
 
