@@ -16,6 +16,7 @@ from spectrain.decoding.kv_cache import KVCache
 from spectrain.decoding.llama import LlamaDecoder, LlamaShape, Rope
 from spectrain.decoding.masks import Nodes
 from spectrain.decoding.modules import window_of
+from spectrain.decoding.plain import addresses, describe, why_not_plain
 from spectrain.decoding.weights import Int8Linear, RowsLinear, TextLinear, is_emulated, on_cpu, version
 from spectrain.errors import UserError
 from spectrain.kernels import ACTIVATIONS, MOST_TOKENS, Programs, outruns_torch, unique, why_no_kernels
@@ -77,12 +78,14 @@ def shape_of(model: PreTrainedModel) -> LlamaShape:
 
 def why_not_lean(model: PreTrainedModel) -> str | None:
     """Return why the lean decoder cannot run a model, or None where it can."""
+    if (family := model.config.model_type) in SPIRE_LIKE and family not in LLAMA_LIKE:
+        return f"{family} scales embeddings and norms what its blocks add"
+    if family in LLAMA_LIKE and (why := why_not_plain(model)) is not None:
+        return why
     try:
         shape_of(model)
     except UserError as error:
         return str(error).split(";")[0]
-    if (family := model.config.model_type) not in LLAMA_LIKE:
-        return f"{family} scales embeddings and norms what its blocks add"
     if (window := window_of(model.config)) is not None:
         return f"its layers have a window of {window} tokens"
     weights = list(model.parameters())
@@ -127,12 +130,14 @@ def lean_decoder(model: PreTrainedModel, dtype: torch.dtype) -> LlamaDecoder:
     """Return the lean decoder of a Hugging Face model, over the same memory. Raise UserError if it is not Llama-like.
 
     Matrices that the decoder joins become views of the joined one in the Hugging Face model, which goes on to work.
-    Norms are in `dtype`, in which the decoder computes.
+    Norms are in `dtype`, in which the decoder computes; where these are copies, `decoder.copied` has both tensors.
     """
-    shape = shape_of(model)
+    shape, rotary = shape_of(model), model.model.rotary_emb
     with torch.device("meta"):
         decoder = LlamaDecoder(shape, model.config.num_hidden_layers)
-    decoder.rope = Rope(shape)
+    decoder.rope, decoder.copied = Rope(shape), []
+    if not rotary.inv_freq.is_meta:  # the model's own, which `model.half()` has rounded
+        decoder.rope.inv_freq, decoder.rope.scaling = rotary.inv_freq.float(), rotary.attention_scaling
     body = model.model
     for block, layer in zip(decoder.blocks, body.layers, strict=True):
         state = block_state({name: parameter.data for name, parameter in layer.named_parameters()})
@@ -146,7 +151,9 @@ def lean_decoder(model: PreTrainedModel, dtype: torch.dtype) -> LlamaDecoder:
     decoder.lm_head.weight = model.get_output_embeddings().weight
     for module in decoder.modules():
         if isinstance(module, nn.RMSNorm) and module.weight.dtype != dtype:
-            module.weight = nn.Parameter(module.weight.detach().to(dtype), requires_grad=False)
+            own = nn.Parameter(module.weight.detach().to(dtype), requires_grad=False)
+            decoder.copied.append((own, module.weight))
+            module.weight = own
     return decoder.eval()
 
 
@@ -188,9 +195,9 @@ class LeanEngine:
         compiles: bool = True,
     ) -> None:
         self.model, self.layers, self._dtype, self._compiles = model, layers, dtype, compiles
-        self._own, self._made_of = model.model.layers[0].self_attn.q_proj.weight, ()
+        self._described, self._weights = describe(model), ()
         self._unembedding: Tensor | None = None
-        self._renew()
+        self.begin()
 
     @property
     def device(self) -> torch.device:
@@ -234,6 +241,24 @@ class LeanEngine:
         self._renew()
         return self._fused
 
+    def begin(self) -> tuple[int, ...]:
+        """Look before a generation at the model, whose tensors may be others now. Return where they are in memory.
+
+        Raises:
+            UserError: modules or hooks have changed since this was made, so it would compute another model.
+        """
+        if describe(self.model) != self._described:
+            raise UserError(
+                "modules or hooks of the model have changed since a target was made of it; make a new TargetModel"
+            )
+        if addresses(self.model) != self._weights:
+            self._own, self._made_of = self.model.model.layers[0].self_attn.q_proj.weight, ()
+            self._renew()
+        with torch.inference_mode():
+            for copied, original in self._copied:
+                copied.copy_(original)
+        return self._weights
+
     def _renew(self) -> None:
         own = self._own  # looking it up in the model would take longer than all else here
         made_of = own.data_ptr(), own.dtype, version(self.model.model) if self.layers is Int8Linear else 0
@@ -246,6 +271,7 @@ class LeanEngine:
             converts = own.dtype != self.dtype or (on_a_cpu and (is_emulated(self.dtype) or outruns_torch()))
             self._text_decoder = on_cpu(whole, TextLinear) if converts else whole
         self._made_of = own.data_ptr(), *made_of[1:]  # which may have become a view
+        self._weights, self._copied, self._unembedding = addresses(self.model), whole.copied, None
         self._storage = unique()
         self._fuses = on_a_cpu and can_fuse(self._decoder, whole.shape)
         self._fused = fused_kernels(whole.shape, self.device) if self._compiles else None

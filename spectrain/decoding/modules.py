@@ -18,6 +18,7 @@ from transformers import PretrainedConfig, PreTrainedModel
 from spectrain.decoding.kv_cache import KVCache
 from spectrain.decoding.llama import additive
 from spectrain.decoding.masks import last_seen
+from spectrain.decoding.plain import addresses, alterations
 from spectrain.errors import UserError
 
 KNOWN_LAYERS = ("full_attention", "global", "sliding_attention")
@@ -39,7 +40,7 @@ class TransformersEngine:
     @property
     def device(self) -> torch.device:
         """Where tokens go in."""
-        return self.model.get_input_embeddings().weight.device
+        return next(self.model.get_input_embeddings().parameters()).device
 
     @property
     def dtype(self) -> torch.dtype:
@@ -62,7 +63,7 @@ class TransformersEngine:
         """See `LlamaDecoder.run`. The final states are returned only if `keeps_final` or `kept` is given."""
         inputs = {"position_ids": positions, "attention_mask": self._masks(mask), self._cache_name: cache}
         inputs["use_cache"] = cache is not None
-        if keeps_final and kept is None and not capture_layers and self._is_body_and_unembedding:
+        if keeps_final and kept is None and not capture_layers and self._has_products:
             # Without a hook, which would cost a draft step a few per cent.
             final = self.model.base_model(input_ids=tokens, **inputs).last_hidden_state
             return self.logits_of(final), [], final
@@ -93,6 +94,10 @@ class TransformersEngine:
         is_mixed = self._window is not None and self._has_types
         return {"full_attention": mask, "sliding_attention": near} if is_mixed else near
 
+    def begin(self) -> tuple[int, ...]:
+        """See `LeanEngine.begin`. Modules are read at each call."""
+        return addresses(self.model)
+
     reads_prompts = False  # `run` does
 
     def forward_of(self, *_: object) -> None:
@@ -104,7 +109,7 @@ class TransformersEngine:
         Where these are more than products and a soft-cap, a forward over one token computes them: its own final state
         is replaced in front of the unembedding, so whatever the model does behind it is done to the logits.
         """
-        if self._is_body_and_unembedding:
+        if self._has_products:
             return self._products(hidden)
         token = torch.zeros(1, 1, dtype=torch.int64, device=self.device)
         hook = self.model.get_output_embeddings().register_forward_pre_hook(lambda module, args: (hidden, *args[1:]))
@@ -116,9 +121,15 @@ class TransformersEngine:
         soft_cap = getattr(self.model.config.get_text_config(), "final_logit_softcapping", None)
         return logits if soft_cap is None else soft_cap * torch.tanh(logits / soft_cap)
 
+    @property
+    def _has_products(self) -> bool:
+        return self._is_body_and_unembedding and not alterations(self.model)
+
     @cached_property
     def _is_body_and_unembedding(self) -> bool:
         """Test once whether the logits are `_products` of the body's last state, as in nearly every model."""
+        if not isinstance(self.model.get_output_embeddings(), nn.Linear):
+            return False
         # Several tokens, because the embedding of one that pads is 0, and so are its logits.
         tokens = torch.arange(4, device=self.device)[None]
         with torch.inference_mode():
@@ -148,6 +159,8 @@ def check_supported(model: PreTrainedModel) -> None:
     if getattr(config, "is_encoder_decoder", False) or model.get_output_embeddings() is None:
         raise UserError(f"{name} is no causal language model; choose a decoder-only target")
     check_layers(config, name, is_stateful=getattr(model, "_is_stateful", False))
+    if window_of(config) is not None and not hasattr(type(config.get_text_config()), "sliding_window"):
+        raise UserError(f"{name} has no windows, which its caches would have all the same; unset config.sliding_window")
     known = "sdpa" if model._supports_sdpa else "eager"  # torch's has neither soft-capping nor sinks
     if config._attn_implementation != known:
         raise UserError(

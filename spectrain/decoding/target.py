@@ -486,8 +486,8 @@ class TargetModel:
         return self._run_tree(tokens, positions, cache, nodes_mask(slots, ancestors, used), n_silent)
 
     def new_cache(self, max_rows: int, block_tokens: int, n_tokens: int) -> KVCache:
-        """Return an empty cache. It may be one that was given back by `keep_cache`."""
-        weights = tuple(weight.data_ptr() for weight in self.model.parameters())
+        """Return an empty cache, or one that was given back by `keep_cache`. For errors see `LeanEngine.begin`."""
+        weights = self._engine.begin()
         if self.graphs is not None:  # few sizes, so that what was recorded for one serves many generations
             max_rows, quarter = padded(max_rows, ROWS), 1 << max(0, n_tokens.bit_length() - 3)
             n_tokens = -(-n_tokens // quarter) * quarter

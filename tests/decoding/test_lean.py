@@ -15,9 +15,10 @@ from transformers import (
     Qwen2ForCausalLM,
 )
 
-from spectrain.decoding import DraftTree, KVCache, TargetModel
+from spectrain.decoding import DraftTree, KVCache, TargetModel, generate
 from spectrain.decoding.loading import shorten
 from spectrain.errors import UserError
+from spectrain.methods.autoregressive import Autoregressive
 from tests.conftest import COMMON, random_prompts, tiny_model
 from tests.decoding.reference import random_parents, tree_of
 
@@ -153,6 +154,20 @@ def test_weights_stay_in_one_place_and_move_with_the_model(model, tmp_path):
     model.to(torch.float64)
     assert target.forward(tokens).logits.dtype == torch.float64
     torch.testing.assert_close(target.forward(tokens).logits.float(), expected, atol=1e-4, rtol=1e-4)
+
+
+def test_a_target_reads_new_weights_and_says_so_if_its_modules_have_changed(model):
+    prompt, target = random_prompts([9]), TargetModel(model)
+    other = copy.deepcopy(model).eval()
+    for weight in other.parameters():
+        weight.mul_(-1)
+    model.load_state_dict(other.state_dict(), assign=True)
+    (expected,) = generate(TargetModel(other, engine="transformers"), Autoregressive(), prompt, 12)
+    assert generate(target, Autoregressive(), prompt, 12)[0].tokens == expected.tokens
+    model.model.layers[1].register_forward_hook(lambda module, args, output: 2 * output)
+    assert TargetModel(model).engine == "transformers"
+    with pytest.raises(UserError, match="hooks of the model have changed since a target was made of it"):
+        generate(target, Autoregressive(), prompt, 12)
 
 
 @pytest.mark.parametrize("family", ["gemma", "gpt_neox", "mistral", "gemma3"])
