@@ -5,6 +5,7 @@ Fields that are not known are refused by name, as are those of `NEUTRAL` with a 
 
 from __future__ import annotations
 
+import re
 import time
 import uuid
 from collections.abc import Sequence
@@ -19,6 +20,7 @@ from spectrain.decoding import Sampling
 from spectrain.errors import nearest
 
 MOST_CHOICES = 128  # prompts times n of a request
+MOST_PARTS = 1 << 14  # lists and objects of a request
 MOST_STOPS = 4
 STOP_CHARACTERS = 256
 MOST_LOGPROBS = 20
@@ -40,6 +42,7 @@ NEUTRAL: dict[str, tuple] = {
 }
 WITHOUT_EFFECT = ("metadata", "prompt_cache_key", "safety_identifier", "service_tier", "user")
 
+STRING = re.compile(rb'"[^"\\]*+(?:\\.[^"\\]*+)*+"?', re.DOTALL)  # in JSON
 SHOWN_CHARACTERS = 100  # of a name that a client made up
 
 Whole = Annotated[int, Field(ge=1)]
@@ -196,6 +199,8 @@ class CompletionRequest(Fields):
 
 def parsed(kind: type[Fields], body: bytes) -> Any:
     """Read the body of a request. Raises ApiError, whose message holds nothing of what was sent but names."""
+    if n_parts(body) > MOST_PARTS and n_parts(STRING.sub(b"", body)) > MOST_PARTS:  # whose check would take seconds
+        raise ApiError(400, f"the body may have {MOST_PARTS} lists and objects in all")
     try:
         return kind.model_validate_json(body)
     except ValidationError as error:
@@ -213,6 +218,10 @@ def parsed(kind: type[Fields], body: bytes) -> Any:
         words = " or ".join(dict.fromkeys(one["msg"].replace("Input should", "must", 1) for one in of))
         words = "must be there" if first["type"] == "missing" else words.replace(" or must be", " or")
         raise ApiError(400, f"{param} {words}" if words.startswith("must") else f"{param}: {words}", param) from None
+
+
+def n_parts(json: bytes) -> int:
+    return json.count(b"[") + json.count(b"{")
 
 
 def usage_of(n_prompt: int, n_cached: int, n_written: int) -> dict:

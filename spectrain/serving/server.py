@@ -1,7 +1,11 @@
 """The HTTP server: OpenAI's API over a `Worker`, and the page at `/`.
 
 A request is checked and tokenized, and each of its choices becomes a request of the engine, whose steps come back over
-a queue (`exchange`). A step is one event of a stream. Steps wait there for a slow client; `max_tokens` bounds them.
+a queue (`exchange`). A step is one event of a stream. Steps wait there for a slow client; if all that wait become too
+many, the client for whom most do is given up.
+
+Clients share the rows of an engine: a free row goes to the client that has the fewest, and of it to the request with
+the fewest. So one request with many choices holds up nobody.
 """
 
 from __future__ import annotations
@@ -11,6 +15,8 @@ import json
 import logging
 import secrets
 import time
+from collections import Counter
+from contextlib import AsyncExitStack
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -46,7 +52,11 @@ log = logging.getLogger(__name__)
 
 PAGE = Path(__file__).parent / "page"
 BODY_S = 30.0  # for a client to send its request
+LARGE_BYTES = 1 << 16  # of a body, beyond which only a few are held at the same time ..
+LARGE_HELD, LARGE_PARSED = 16, 2  # .. and even fewer parsed and tokenized
 RETRY_S = 1  # after which a client that found the queue full should ask again
+AHEAD = 2  # choices in the engine's own queue, so that a row that becomes free is filled at once
+UNREAD_BYTES = 32 << 20  # of all answers, that clients have not taken
 
 
 @dataclass(frozen=True)
@@ -54,7 +64,7 @@ class Limits:
     """What one client cannot take from the others."""
 
     max_body_bytes: int = 1 << 20
-    max_waiting: int = 64  # requests of the engine that may wait for a row
+    max_waiting: int = 64  # requests that may be open beyond the rows of an engine
     max_tokens: int = 1024  # of an answer whose request does not say
     timeout_s: float = 600.0  # of a request
 
@@ -70,12 +80,18 @@ class Service:
     limits: Limits
     traffic: TrafficLog | None = None
     is_closing: bool = False
-    n_open: int = 0  # requests of the engine that have not ended
+    open: list[Exchange] = field(default_factory=list)  # the oldest first
     created: int = field(default_factory=lambda: int(time.time()))
     _joining: asyncio.Task | None = None
 
     def __post_init__(self) -> None:
-        self.metrics = Metrics(self.worker, self.name)
+        self.metrics = Metrics(self.worker, self.name, lambda: sum(one.n_waiting for one in self.open))
+        self._held, self._parsed = asyncio.Semaphore(LARGE_HELD), asyncio.Semaphore(LARGE_PARSED)
+
+    @property
+    def n_open(self) -> int:
+        """Requests that have not ended."""
+        return len(self.open)
 
     @property
     def max_length(self) -> int:
@@ -96,44 +112,73 @@ class Service:
 
     async def answer(self, request: HttpRequest, kind: type[Fields]) -> Response:
         """Check a request, and hand its choices to the engine."""
-        fields = parsed(kind, await self._body(request))
-        if fields.model not in (None, self.name):
-            raise ApiError(404, f"this server has the model {self.name} only", "model", "model_not_found")
-        method, methods = fields.method or self.worker.methods[0], self.worker.methods
-        if method not in methods:
-            raise ApiError(400, f"method must be one of {', '.join(methods)}", "method")
-        most = self.limits.max_waiting + self.worker.engines[method].batch_size
-        self._check_room(1, most)  # before its text is read
-        try:
-            prompts = await asyncio.to_thread(self._prompts, fields)
-        except (UserError, Broken) as error:
-            raise ApiError(400, self.sentence(error)) from None
+        client = request.client.host if request.client else ""
+        async with AsyncExitStack() as holding:
+            body = await self._body(request, holding)
+            if len(body) > LARGE_BYTES:
+                await holding.enter_async_context(self._parsed)
+            fields = await asyncio.to_thread(parsed, kind, body)
+            if fields.model not in (None, self.name):
+                raise ApiError(404, f"this server has the model {self.name} only", "model", "model_not_found")
+            method, methods = fields.method or self.worker.methods[0], self.worker.methods
+            if method not in methods:
+                raise ApiError(400, f"method must be one of {', '.join(methods)}", "method")
+            is_list = isinstance(fields, CompletionRequest) and not is_one(fields.prompt)
+            if fields.n * (len(fields.prompt) if is_list else 1) > MOST_CHOICES:
+                raise ApiError(400, f"a request may have {MOST_CHOICES} choices in all, prompts times n", "n")
+            self._check_room(client, method)  # before its text is read
+            try:
+                prompts = await asyncio.to_thread(self._prompts, fields)
+            except (UserError, Broken) as error:
+                raise ApiError(400, self.sentence(error)) from None
         if self.is_closing:
             raise ApiError(503, "the server is closing")
-        asked = self._requests(fields, prompts)
-        if len(asked) > most:
-            raise ApiError(400, f"a request may have {most} choices here, prompts times n", "n")
-        self._check_room(len(asked), most)
-        return Exchange(self, fields, method, asked)
+        self._check_room(client, method)
+        return Exchange(self, fields, method, self._requests(fields, prompts), client)
 
-    def _check_room(self, n_choices: int, most: int) -> None:
-        if self.n_open + n_choices > most:
+    def _check_room(self, client: str, method: str) -> None:
+        """Raise ApiError where the queue is full, unless this client has less than its share of it."""
+        most = self.limits.max_waiting + self.worker.engines[method].batch_size
+        clients = Counter(one.client for one in self.open)
+        if len(self.open) >= most and clients[client] * len({*clients, client}) >= most:
             raise ApiError(429, "too many requests wait; try again", code="rate_limit_exceeded", retry_s=RETRY_S)
 
-    async def _body(self, request: HttpRequest) -> bytes:
+    def fill_rows(self, method: str) -> None:
+        """Hand choices that wait to an engine that has rows for them."""
+        asking = [one for one in self.open if one.method == method]
+        held = Counter()
+        for one in asking:
+            held[one.client] += one.n_running
+        most = self.worker.engines[method].batch_size + AHEAD
+        while held.total() < most and (waiting := [one for one in asking if one.n_waiting]):
+            first = min(waiting, key=lambda one: (held[one.client], one.n_running))
+            first.submit()
+            held[first.client] += 1
+
+    def check_unread(self) -> None:
+        """Give up the client that leaves the most bytes unread, where all together leave too many."""
+        if sum(one.n_unread for one in self.open) > UNREAD_BYTES:
+            max(self.open, key=lambda one: one.n_unread).give_up()
+
+    async def _body(self, request: HttpRequest, holding: AsyncExitStack) -> bytes:
+        """Return the body. Where it is a large one, `holding` lets others come when it is done with."""
         body, most = bytearray(), self.limits.max_body_bytes
         declared = request.headers.get("content-length", "0")
+        seconds, is_held = min(BODY_S, self.limits.timeout_s), False
         try:
-            async with asyncio.timeout(BODY_S):
+            async with asyncio.timeout(seconds):
                 if not declared.isdecimal() or int(declared) <= most:
                     async for part in request.stream():
                         body += part
                         if len(body) > most:
                             break
+                        if len(body) > LARGE_BYTES and not is_held:
+                            is_held = True
+                            await holding.enter_async_context(self._held)
         except ClientDisconnect:
             raise ApiError(400, "the client has left") from None
         except TimeoutError:
-            raise ApiError(408, f"the request did not come within {BODY_S:.0f} s") from None
+            raise ApiError(408, f"the request was not received within {seconds:.0f} s") from None
         if len(body) > most or (declared.isdecimal() and int(declared) > most):
             raise ApiError(413, f"the body exceeds {most} bytes")
         return bytes(body)
@@ -153,8 +198,6 @@ class Service:
     def _requests(self, fields: Fields, prompts: list[list[int]]) -> list[Request]:
         """Return what the engine is asked: n choices of each prompt."""
         name = "messages" if isinstance(fields, ChatRequest) else "prompt"
-        if len(prompts) * fields.n > MOST_CHOICES:
-            raise ApiError(400, f"a request may have {MOST_CHOICES} choices in all, prompts times n", "n")
         sampling, seed = fields.sampling(self.sampling), fields.seed
         shared = {"sampling": sampling, "stop": fields.stops, "logprobs": fields.n_logprobs}
         shared["seed"] = secrets.randbits(32) if seed is None else seed
