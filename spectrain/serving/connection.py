@@ -14,7 +14,10 @@ from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
 from spectrain.serving.protocol import ApiError
 
 HEAD_BYTES = 1 << 16  # of a request's headers; and of what surrounds the bytes of its body, beyond as much again
+MOST_HEADERS = 256
 MOST_PIPELINED = 4  # requests that are sent before the first one is answered
+UNREADABLE = ApiError(400, "this is no HTTP/1.1 that can be read")
+TOO_LONG = ApiError(431, f"the headers exceed {HEAD_BYTES} bytes or {MOST_HEADERS} lines, or chunks are too small")
 LINGER_S = 2.0  # for a client to stop sending and read why it is refused
 
 
@@ -30,7 +33,7 @@ class Connection(HttpToolsProtocol):
     def __init__(self, *args: object, request_s: float, most: int, **options: object) -> None:
         super().__init__(*args, **options)
         self.request_s, self.most = request_s, most
-        self._why = ApiError(400, "this is no HTTP/1.1 that can be read")  # of the next refusal
+        self._why = UNREADABLE  # of the next refusal
         self._n_around = self._n_body = 0  # bytes of the message: those of its body, and all others
         self._is_refused = False
         self._waits_since = 0.0
@@ -59,16 +62,22 @@ class Connection(HttpToolsProtocol):
         self._n_around += len(data)
         super().data_received(data)
         if self._n_around > HEAD_BYTES + self._n_body and not self._is_refused:
-            self._refuse(ApiError(431, f"the headers exceed {HEAD_BYTES} bytes, or the body has too small chunks"))
+            self._refuse(TOO_LONG)
 
     def on_message_begin(self) -> None:
         if len(self.pipeline) >= MOST_PIPELINED:
             raise ValueError  # which refuses the connection, as other errors of the parser do
         super().on_message_begin()
 
+    def on_header(self, name: bytes, value: bytes) -> None:
+        super().on_header(name, value)
+        if len(self.headers) > MOST_HEADERS:
+            self._why = TOO_LONG
+            raise ValueError
+
     def on_headers_complete(self) -> None:
         if len(self.url) + sum(len(name) + len(value) + 4 for name, value in self.headers) > HEAD_BYTES:
-            self._why = ApiError(431, f"the headers exceed {HEAD_BYTES} bytes")
+            self._why = TOO_LONG
             raise ValueError
         was_waiting = self.is_waiting
         super().on_headers_complete()

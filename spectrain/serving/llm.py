@@ -25,7 +25,7 @@ from spectrain.decoding.tree import Source
 from spectrain.errors import UserError, check_whole
 from spectrain.methods.loading import load_method
 from spectrain.models.packages import dtype_of, target_path
-from spectrain.serving.worker import Ticket, open_worker
+from spectrain.serving.worker import Ticket, check_not_forked, open_worker
 
 NEW_TOKENS = 512  # of a continuation, where max_new_tokens is not given
 S = TypeVar("S", bound="_Continuation")
@@ -101,6 +101,7 @@ class Stream(_Continuation, Iterator[Piece]):
         while not self._ready:
             if self.reply is not None or self._error is not None:
                 raise StopIteration
+            check_not_forked()
             try:
                 self._take(self._steps.get())
             except KeyboardInterrupt:
@@ -126,6 +127,7 @@ class AsyncStream(_Continuation, AsyncIterator[Piece]):
         while not self._ready:
             if self.reply is not None or self._error is not None:
                 raise StopAsyncIteration
+            check_not_forked()
             try:
                 self._take(await self._steps.get())
             except asyncio.CancelledError:
@@ -164,6 +166,7 @@ class LLM:
         device: str = "auto",
         **method_options: object,
     ) -> None:
+        check_not_forked()
         if not isinstance(target, TargetModel):
             path = target_path(str(target))
             chosen = {"path": path, "dtype": dtype, "device": device}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -75,6 +76,7 @@ def serving(folder, limits: Limits | None = None, access: Access | None = None, 
     traffic = traffic and traffic(target)
     service = Service(worker, target, "tiny", Sampling(temperature=1.0), limits or Limits(), traffic)
     listener = bound("127.0.0.1", 0)
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)  # the system keeps little for who does not read
     listen(listener, 0)
     url = f"http://127.0.0.1:{port_of(listener)}"
     server = Server(service, access or Access())
