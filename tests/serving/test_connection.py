@@ -14,38 +14,27 @@ from spectrain import serve
 from spectrain.serving.access import Access
 from spectrain.serving.connection import HEAD_BYTES
 from spectrain.serving.server import Limits
-from tests.serving.served import serving
+from tests.serving.served import POST, asking, serving
 
 GET = b"GET /health HTTP/1.1\r\nHost: localhost\r\n"
-POST = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\n"
 CHUNKED = POST + b"Transfer-Encoding: chunked\r\n\r\n"
-LARGE = {"prompt": "a", "max_tokens": 200, "n": 4, "logprobs": 5}  # whose answer no socket's buffers hold
+LARGE = {"prompt": "a", "max_tokens": 100, "n": 4, "logprobs": 20}  # whose answer no socket's buffers hold
 
 
 @pytest.fixture
 def quick(shared, monkeypatch):
-    """A server with a key, which waits half a second for headers, and whose requests take two."""
+    """A server with a key, which waits half a second for headers, and whose requests take three."""
     monkeypatch.setattr(serve, "KEEP_ALIVE_S", 0.5)
     monkeypatch.setattr(serve, "ENDING_S", 1.0)
     monkeypatch.setattr(serve, "MOST_CONNECTIONS", 16)
-    with serving(shared / "target", Limits(timeout_s=2), Access("secret")) as served:
+    with serving(shared / "target", Limits(timeout_s=3), Access("secret"), send_buffer=4096) as served:
         served.gate.open.set()
         yield served
 
 
-def connected(served, *sent: bytes) -> socket.socket:
-    client = socket.socket()
-    client.settimeout(10)
-    client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 2048)
-    client.connect(("127.0.0.1", int(served.url.rpartition(":")[2])))
-    for one in sent:
-        client.sendall(one)
-    return client
-
-
 def answer_to(served, *sent: bytes) -> bytes:
     """Return all that the server says until it closes the connection."""
-    with connected(served) as client:
+    with served.socket() as client:
         with suppress(ConnectionError):
             for one in sent:
                 client.sendall(one)
@@ -58,11 +47,6 @@ def rest_of(client: socket.socket) -> bytes:
         while part := client.recv(1 << 16):
             said += part
     return said
-
-
-def asking(body: dict) -> bytes:
-    content = json.dumps(body).encode()
-    return POST + b"Authorization: Bearer secret\r\nContent-Length: %d\r\n\r\n%b" % (len(content), content)
 
 
 def is_well(served) -> bool:
@@ -122,7 +106,7 @@ def test_a_connection_without_a_request_is_closed(quick, sent):
 @pytest.mark.parametrize("sent", [GET, asking(LARGE)[:-9]])
 def test_bytes_that_trickle_win_no_time(quick, sent):
     began = time.monotonic()
-    with connected(quick, sent) as client, suppress(ConnectionError):
+    with quick.socket(sent) as client, suppress(ConnectionError):
         while time.monotonic() < began + 8:
             client.sendall(b"x")
             time.sleep(0.05)
@@ -135,7 +119,7 @@ def test_a_new_connection_takes_the_place_of_the_one_that_waits_longest(quick):
         with client.stream("POST", "/v1/completions", json=body) as answer:
             lines = answer.iter_lines()
             next(lines)
-            silent = [connected(quick) for _ in range(40)]
+            silent = [quick.socket() for _ in range(40)]
             assert is_well(quick)
             assert [line for line in lines if line][-1] == "data: [DONE]"
     silent[0].settimeout(0.2)
@@ -146,7 +130,7 @@ def test_a_new_connection_takes_the_place_of_the_one_that_waits_longest(quick):
 
 @pytest.mark.parametrize("stream", [True, False])
 def test_an_answer_that_is_not_read_ends_with_its_time(quick, stream):
-    with connected(quick, asking(LARGE | {"stream": stream})) as client:
+    with quick.socket(asking(LARGE | {"stream": stream})) as client:
         began = time.monotonic()
         while quick.service.n_open == 0 and time.monotonic() < began + 5:
             time.sleep(0.01)
@@ -160,9 +144,9 @@ def test_an_answer_that_is_not_read_ends_with_its_time(quick, stream):
 
 
 def test_the_server_ends_while_an_answer_is_not_read(shared):
-    with serving(shared / "target", Limits(timeout_s=1)) as served:
-        client = connected(served, asking(LARGE))
-        silent = connected(served, GET)
+    with serving(shared / "target", Limits(timeout_s=1), send_buffer=4096) as served:
+        client = served.socket(asking(LARGE))
+        silent = served.socket(GET)
         time.sleep(0.5)
         began = time.monotonic()
     assert time.monotonic() - began < 8
