@@ -15,6 +15,7 @@ from spectrain.serving.protocol import ApiError
 
 HEAD_BYTES = 1 << 16  # of a request's headers; and of what surrounds the bytes of its body, beyond as much again
 MOST_HEADERS = 256
+PIECE_BYTES = 64  # of a body in each piece, on average, beyond the first thousand
 MOST_PIPELINED = 4  # requests that are sent before the first one is answered
 UNREADABLE = ApiError(400, "this is no HTTP/1.1 that can be read")
 TOO_LONG = ApiError(431, f"the headers exceed {HEAD_BYTES} bytes or {MOST_HEADERS} lines, or chunks are too small")
@@ -34,7 +35,7 @@ class Connection(HttpToolsProtocol):
         super().__init__(*args, **options)
         self.request_s, self.most = request_s, most
         self._why = UNREADABLE  # of the next refusal
-        self._n_around = self._n_body = 0  # bytes of the message: those of its body, and all others
+        self._n_around = self._n_body = self._n_pieces = 0  # bytes around a message's body, its own, and its pieces
         self._is_refused = False
         self._waits_since = 0.0
         self._end: asyncio.TimerHandle | None = None
@@ -87,15 +88,21 @@ class Connection(HttpToolsProtocol):
     def on_body(self, body: bytes) -> None:
         self._n_around -= len(body)
         self._n_body += len(body)
+        self._n_pieces += 1
+        if self._n_pieces * PIECE_BYTES > HEAD_BYTES + self._n_body:
+            self._why = TOO_LONG
+            raise ValueError
         super().on_body(body)
 
     def on_message_complete(self) -> None:
-        self._n_around = self._n_body = 0
+        self._n_around = self._n_body = self._n_pieces = 0
         super().on_message_complete()
 
     def on_response_complete(self) -> None:
+        is_read = not self.cycle.more_body
         super().on_response_complete()
-        self._end_within(self.timeout_keep_alive if self.is_waiting else self.request_s)
+        waiting_s = self.timeout_keep_alive if is_read else LINGER_S
+        self._end_within(waiting_s if self.is_waiting else self.request_s)
 
     def shutdown(self) -> None:
         super().shutdown()

@@ -53,7 +53,8 @@ log = logging.getLogger(__name__)
 PAGE = Path(__file__).parent / "page"
 BODY_S = 30.0  # for a client to send its request
 LARGE_BYTES = 1 << 16  # of a body, beyond which only a few are held at the same time ..
-LARGE_HELD, LARGE_PARSED = 16, 2  # .. and even fewer parsed and tokenized
+LARGE_HELD, LARGE_PARSED = 8, 1  # .. and even fewer parsed and tokenized
+TOKEN_CHARACTERS, EDGE_TOKENS = 16, 8  # of a token, more than most have; of a cut text, that the whole may lack
 RETRY_S = 1  # after which a client that found the queue full should ask again
 AHEAD = 2  # choices in the engine's own queue, so that a row that becomes free is filled at once
 UNREAD_BYTES = 32 << 20  # of all answers, that clients have not taken
@@ -188,12 +189,24 @@ class Service:
         tokenizer = self.target.tokenizer
         if isinstance(fields, ChatRequest):
             messages = [message_of(message.model_dump(exclude_unset=True)) for message in fields.messages]
+            self._check_beginning("\n".join(message["content"] for message in messages))
             if tokenizer.chat_template is not None:
                 return [chat_ids(tokenizer, messages, fields.offered)]
             texts = ["\n".join(message["content"] for message in messages)]  # as `conversation_ids` does
         else:
             texts = [fields.prompt] if is_one(fields.prompt) else fields.prompt
+        for text in texts:
+            self._check_beginning(text)
         return [prompt_ids(tokenizer, text) for text in texts]
+
+    def _check_beginning(self, text: str | list[int]) -> None:
+        """Raise ApiError where so little of a long text is too long already that the rest need not be tokenized."""
+        n_characters = TOKEN_CHARACTERS * self.max_length
+        if not isinstance(text, str) or len(text) <= n_characters:
+            return
+        if len(prompt_ids(self.target.tokenizer, text[:n_characters])) > self.max_length + EDGE_TOKENS:
+            sentence = f"the context holds {self.max_length} tokens, and the prompt has more; shorten the prompt"
+            raise ApiError(400, sentence, code="context_length_exceeded")
 
     def _requests(self, fields: Fields, prompts: list[list[int]]) -> list[Request]:
         """Return what the engine is asked: n choices of each prompt."""
