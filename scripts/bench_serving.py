@@ -51,6 +51,7 @@ BARE = "without a server"
 CLIENTS, SAMPLED = 32, 0.2  # of a soak; the share of its whole answers that are sampled
 KINDS = {"whole": 0.75, "leaving": 0.10, "malformed": 0.05, "stranger": 0.10}
 STAY_S, HOLD_S = 3.0, 40.0  # of a stranger in a soak, and of many of one kind
+WARM_TOKENS = 900
 HEALTH_S = 1.0  # for an answer to /health while they are there
 NONSENSE = (b"", b"{", b"[]", b"null", b"\xff\xfe", b"[" * 10_000, b'{"model": {}}')
 JSON = {"content-type": "application/json"}
@@ -242,6 +243,9 @@ def memory_mib(pid: int) -> float:
 async def met(client: Client, pid: int, n_strangers: int) -> list[dict]:
     """Let strangers of each kind come together. Return one row per kind: what they got, and what it cost."""
     url, rows = str(client.http.base_url), []
+    await together(
+        [client.ask(client.body("def f(", WARM_TOKENS, None)) for _ in range(16)], 16
+    )  # all rows have been used
     for kind in STRANGERS:
         health_s, before, most = [], memory_mib(pid), 0.0
         probing = asyncio.create_task(client.probe(health_s))

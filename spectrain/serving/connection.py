@@ -28,7 +28,7 @@ class Connection(HttpToolsProtocol):
     Args:
         request_s: from complete headers until the answer was taken.
         most: connections of the server. A new one beyond them takes the place of that which has waited the longest
-            without a request.
+            without a whole request.
     """
 
     def __init__(self, *args: object, request_s: float, most: int, **options: object) -> None:
@@ -50,7 +50,7 @@ class Connection(HttpToolsProtocol):
         self._end_within(self.timeout_keep_alive)
         others = [one for one in self.connections if not one.transport.is_closing()]
         if len(others) > self.most:
-            waiting = [one for one in others if one.is_waiting]
+            waiting = [one for one in others if one.is_waiting or one.cycle.more_body]
             min(waiting, key=lambda one: one._waits_since).transport.abort()  # perhaps this one
 
     def connection_lost(self, exc: Exception | None) -> None:

@@ -8,7 +8,6 @@ import logging
 import time
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import suppress
-from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from pydantic_core import to_json
@@ -93,6 +92,7 @@ class Exchange(Response):
                 if choice.generation is None and choice.ticket is not None:
                     service.worker.cancel(choice.ticket)
                     service.metrics.aborted(self.method)
+            self._arrived = asyncio.Queue()  # frames of errors may keep this object for long
             service.fill_rows(self.method)
 
     def submit(self) -> None:
@@ -100,7 +100,11 @@ class Exchange(Response):
         choice = _Choice(self, len(self._choices))
         self._choices.append(choice)
         self.n_running += 1
-        deliver = partial(self._loop.call_soon_threadsafe, self._take, choice)
+
+        def deliver(step: Emitted) -> None:
+            with suppress(RuntimeError):  # the server has ended
+                self._loop.call_soon_threadsafe(self._take, choice, step)
+
         try:
             choice.ticket = self.service.worker.submit(self.asked[choice.index], deliver, self.method)
         except UserError as error:
@@ -110,7 +114,7 @@ class Exchange(Response):
         """Keep a step until the client takes it."""
         self._arrived.put_nowait((choice, step))
         self.n_unread += self._bytes_of(step)
-        if step.generation is not None:
+        if step.generation is not None or step.error is not None:
             self.n_running -= 1
             self.service.fill_rows(self.method)
         self.service.check_unread()

@@ -197,7 +197,7 @@ class CompletionRequest(Fields):
         return self.logprobs
 
 
-def parsed(kind: type[Fields], body: bytes) -> Any:
+def parsed(kind: type[Fields], body: bytes | bytearray) -> Any:
     """Read the body of a request. Raises ApiError, whose message holds nothing of what was sent but names."""
     if n_parts(body) > MOST_PARTS and n_parts(STRING.sub(b"", body)) > MOST_PARTS:  # whose check would take seconds
         raise ApiError(400, f"the body may have {MOST_PARTS} lists and objects in all")
@@ -220,7 +220,7 @@ def parsed(kind: type[Fields], body: bytes) -> Any:
         raise ApiError(400, f"{param} {words}" if words.startswith("must") else f"{param}: {words}", param) from None
 
 
-def n_parts(json: bytes) -> int:
+def n_parts(json: bytes | bytearray) -> int:
     return json.count(b"[") + json.count(b"{")
 
 

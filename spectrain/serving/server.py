@@ -53,11 +53,11 @@ log = logging.getLogger(__name__)
 PAGE = Path(__file__).parent / "page"
 BODY_S = 30.0  # for a client to send its request
 LARGE_BYTES = 1 << 16  # of a body, beyond which only a few are held at the same time ..
-LARGE_HELD, LARGE_PARSED = 8, 1  # .. and even fewer parsed and tokenized
+LARGE_HELD, LARGE_PARSED = 4, 1  # .. and even fewer parsed and tokenized
 TOKEN_CHARACTERS, EDGE_TOKENS = 16, 8  # of a token, more than most have; of a cut text, that the whole may lack
 RETRY_S = 1  # after which a client that found the queue full should ask again
 AHEAD = 2  # choices in the engine's own queue, so that a row that becomes free is filled at once
-UNREAD_BYTES = 32 << 20  # of all answers, that clients have not taken
+UNREAD_BYTES = 16 << 20  # of all answers, that clients have not taken
 
 
 @dataclass(frozen=True)
@@ -140,8 +140,8 @@ class Service:
     def _check_room(self, client: str, method: str) -> None:
         """Raise ApiError where the queue is full, unless this client has less than its share of it."""
         most = self.limits.max_waiting + self.worker.engines[method].batch_size
-        clients = Counter(one.client for one in self.open)
-        if len(self.open) >= most and clients[client] * len({*clients, client}) >= most:
+        clients = Counter(one.client for one in self.open if one.n_running or one.n_waiting)  # not those only unread
+        if clients.total() >= most and clients[client] * len({*clients, client}) >= most:
             raise ApiError(429, "too many requests wait; try again", code="rate_limit_exceeded", retry_s=RETRY_S)
 
     def fill_rows(self, method: str) -> None:
@@ -161,28 +161,29 @@ class Service:
         if sum(one.n_unread for one in self.open) > UNREAD_BYTES:
             max(self.open, key=lambda one: one.n_unread).give_up()
 
-    async def _body(self, request: HttpRequest, holding: AsyncExitStack) -> bytes:
+    async def _body(self, request: HttpRequest, holding: AsyncExitStack) -> bytearray:
         """Return the body. Where it is a large one, `holding` lets others come when it is done with."""
         body, most = bytearray(), self.limits.max_body_bytes
         declared = request.headers.get("content-length", "0")
-        seconds, is_held = min(BODY_S, self.limits.timeout_s), False
+        n_declared = int(declared) if declared.isdecimal() else 0
+        seconds, is_held = min(BODY_S, self.limits.timeout_s), n_declared > LARGE_BYTES
+        parts = request.stream()
         try:
             async with asyncio.timeout(seconds):
-                if not declared.isdecimal() or int(declared) <= most:
-                    async for part in request.stream():
-                        body += part
-                        if len(body) > most:
-                            break
-                        if len(body) > LARGE_BYTES and not is_held:
-                            is_held = True
-                            await holding.enter_async_context(self._held)
+                if is_held and n_declared <= most:
+                    await holding.enter_async_context(self._held)
+                while n_declared <= most and len(body) <= most and (part := await anext(parts, None)) is not None:
+                    body += part
+                    if len(body) > LARGE_BYTES and not is_held:
+                        is_held = True
+                        await holding.enter_async_context(self._held)
         except ClientDisconnect:
             raise ApiError(400, "the client has left") from None
         except TimeoutError:
             raise ApiError(408, f"the request was not received within {seconds:.0f} s") from None
-        if len(body) > most or (declared.isdecimal() and int(declared) > most):
+        if max(len(body), n_declared) > most:
             raise ApiError(413, f"the body exceeds {most} bytes")
-        return bytes(body)
+        return body
 
     def _prompts(self, fields: Fields) -> list[list[int]]:
         """Return the prompts as token ids."""
@@ -270,7 +271,7 @@ def make_app(service: Service, access: Access) -> FastAPI:
     async def explain(request: HttpRequest, error: Exception) -> Response:
         if isinstance(error, HTTPException):
             error = ApiError(error.status_code, str(error.detail))
-        is_known = isinstance(error, ApiError)
+        is_known, error.__traceback__ = isinstance(error, ApiError), None  # its frames would keep the body in memory
         return refusal(error if is_known else ApiError(500, "the server failed at this request; its log says why"))
 
     for kind in (ApiError, HTTPException, Exception):

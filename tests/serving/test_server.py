@@ -428,7 +428,7 @@ def test_large_bodies_wait_for_each_other_and_small_ones_for_none(shared, monkey
 
 def test_the_client_that_leaves_most_unread_is_given_up(shared, monkeypatch):
     monkeypatch.setattr(server, "UNREAD_BYTES", 1_200_000)
-    body = {"prompt": "a", "max_tokens": 200, "logprobs": 20, "stream": True, "method": "gate"}
+    body = {"prompt": "a", "temperature": 0, "max_tokens": 200, "logprobs": 20, "stream": True, "method": "gate"}
     with serving(shared / "target", send_buffer=4096) as served:
         served.gate.open.set()
         with sending(served, body), sending(served, body | {"n": 4}) as client:
