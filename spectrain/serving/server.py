@@ -16,6 +16,7 @@ import logging
 import secrets
 import time
 from collections import Counter
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, field
 from functools import partial
@@ -52,8 +53,8 @@ log = logging.getLogger(__name__)
 
 PAGE = Path(__file__).parent / "page"
 BODY_S = 30.0  # for a client to send its request
-LARGE_BYTES = 1 << 16  # of a body, beyond which only a few are held at the same time ..
-LARGE_HELD, LARGE_PARSED = 4, 1  # .. and even fewer parsed and tokenized
+LARGE_BYTES = 1 << 16  # of a body, beyond which few are held at the same time, and one thread parses and tokenizes them
+LARGE_HELD = 4
 TOKEN_CHARACTERS, EDGE_TOKENS = 16, 8  # of a token, more than most have; of a cut text, that the whole may lack
 RETRY_S = 1  # after which a client that found the queue full should ask again
 AHEAD = 2  # choices in the engine's own queue, so that a row that becomes free is filled at once
@@ -87,7 +88,7 @@ class Service:
 
     def __post_init__(self) -> None:
         self.metrics = Metrics(self.worker, self.name, lambda: sum(one.n_waiting for one in self.open))
-        self._held, self._parsed = asyncio.Semaphore(LARGE_HELD), asyncio.Semaphore(LARGE_PARSED)
+        self._held, self._thread = asyncio.Semaphore(LARGE_HELD), ThreadPoolExecutor(1, "large bodies")
 
     @property
     def n_open(self) -> int:
@@ -116,9 +117,9 @@ class Service:
         client = request.client.host if request.client else ""
         async with AsyncExitStack() as holding:
             body = await self._body(request, holding)
-            if len(body) > LARGE_BYTES:
-                await holding.enter_async_context(self._parsed)
-            fields = await asyncio.to_thread(parsed, kind, body)
+            thread = self._thread if len(body) > LARGE_BYTES else None
+            read = partial(asyncio.get_running_loop().run_in_executor, thread)
+            fields = await read(parsed, kind, body)
             if fields.model not in (None, self.name):
                 raise ApiError(404, f"this server has the model {self.name} only", "model", "model_not_found")
             method, methods = fields.method or self.worker.methods[0], self.worker.methods
@@ -129,7 +130,7 @@ class Service:
                 raise ApiError(400, f"a request may have {MOST_CHOICES} choices in all, prompts times n", "n")
             self._check_room(client, method)  # before its text is read
             try:
-                prompts = await asyncio.to_thread(self._prompts, fields)
+                prompts = await read(self._prompts, fields)
             except (UserError, Broken) as error:
                 raise ApiError(400, self.sentence(error)) from None
         if self.is_closing:

@@ -18,7 +18,13 @@ from tests.serving.served import POST, asking, serving
 
 GET = b"GET /health HTTP/1.1\r\nHost: localhost\r\n"
 CHUNKED = POST + b"Transfer-Encoding: chunked\r\n\r\n"
-LARGE = {"prompt": "a", "temperature": 0, "max_tokens": 100, "n": 4, "logprobs": 20}  # whose answer no socket's buffers hold
+LARGE = {
+    "prompt": "a",
+    "temperature": 0,
+    "max_tokens": 100,
+    "n": 4,
+    "logprobs": 20,
+}  # whose answer no socket's buffers hold
 
 
 @pytest.fixture
