@@ -16,8 +16,8 @@ import socket
 import threading
 import time
 from concurrent.futures import Future
+from contextlib import suppress
 from dataclasses import dataclass, field
-from functools import partial
 from io import FileIO
 from multiprocessing import AuthenticationError
 from multiprocessing.connection import Connection, answer_challenge, deliver_challenge
@@ -32,12 +32,15 @@ from spectrain.decoding.loading import first_line
 from spectrain.decoding.memory import is_out_of_memory
 from spectrain.decoding.target import TargetModel
 from spectrain.errors import UserError
+from spectrain.stores.environment import free_files
 from spectrain.training.served import HEADER_BYTES, VERSION, address_of, opened, read_values, send_object, send_values
 
 log = logging.getLogger(__name__)
 
 WAIT_S = 60.0  # for a client that has begun a message, or does not read its answer
-MOST_CONNECTIONS = 256  # of which each may hold one answer in memory
+MOST_CONNECTIONS = 256  # of clients with the key, of which each may hold one answer in memory
+MOST_STRANGERS = 64  # connections that have not proven the key yet
+KEPT_FILES = 32
 MOST_ROW_TOKENS = 1 << 20
 ACCEPT_PAUSE_S = 0.1
 
@@ -61,9 +64,13 @@ class StatesServer:
     batch_tokens: int  # the most tokens of a request of several rows
     key: bytes
     _waiting: queue.Queue[tuple[tuple, Future]] = field(default_factory=queue.Queue)
-    _slots: threading.Semaphore = field(default_factory=partial(threading.Semaphore, MOST_CONNECTIONS))
+    _strangers: dict[str, Connection] = field(default_factory=dict)  # by address, the oldest first
+    _lock: threading.Lock = field(default_factory=threading.Lock)
 
     def __post_init__(self) -> None:
+        files = free_files() - MOST_STRANGERS - KEPT_FILES
+        self._most = max(1, min(MOST_CONNECTIONS, files // 2))  # each of which has a file in memory, too
+        self._slots = threading.Semaphore(self._most)
         self.facts = {
             "version": VERSION,
             "target": self.name,
@@ -100,28 +107,43 @@ class StatesServer:
             except OSError:  # the client has left already, or this process has no file descriptor for it
                 time.sleep(ACCEPT_PAUSE_S)
                 continue
-            if not self._slots.acquire(blocking=False):
-                connection.close()
-                continue
-            threading.Thread(target=self._attend, args=[connection, f"{host}:{port}"], daemon=True).start()
+            peer = f"{host}:{port}"
+            with self._lock:
+                self._strangers[peer] = connection
+                if len(self._strangers) > MOST_STRANGERS:  # the oldest one's place goes to the new one
+                    oldest = self._strangers.pop(next(iter(self._strangers)))
+                    with socket.socket(fileno=os.dup(oldest.fileno())) as ended, suppress(OSError):
+                        ended.shutdown(socket.SHUT_RDWR)
+            threading.Thread(target=self._attend, args=[connection, peer], daemon=True).start()
 
     def _attend(self, connection: Connection, peer: str) -> None:
-        """Answer a client until it leaves."""
+        """Answer a client until it leaves, if it has the key and there is a place for it."""
         try:
-            with connection, new_memory() as memory:
-                deliver_challenge(connection, self.key)
-                answer_challenge(connection, self.key)
-                nonce = secrets.token_bytes(16)
-                os.pwrite(memory.fileno(), nonce, 0)
-                send_object(connection, self.facts | {"memory": [os.getpid(), memory.fileno(), nonce.hex()]})
-                while connection.poll(None):
-                    self._answer(connection, memory)
+            with connection:
+                try:
+                    deliver_challenge(connection, self.key)
+                    answer_challenge(connection, self.key)
+                finally:
+                    with self._lock:
+                        self._strangers.pop(peer, None)
+                if not self._slots.acquire(blocking=False):
+                    return send_object(connection, {"busy": f"all its {self._most} connections are taken"})
+                try:
+                    self._serve(connection)
+                finally:
+                    self._slots.release()
         except (AuthenticationError, ValueError) as error:
             log.warning("%s is refused: %s", peer, first_line(error))
         except (OSError, EOFError, AssertionError) as error:  # AssertionError: of its challenge
             log.debug("%s has left: %s", peer, error)
-        finally:
-            self._slots.release()
+
+    def _serve(self, connection: Connection) -> None:
+        with new_memory() as memory:
+            nonce = secrets.token_bytes(16)
+            os.pwrite(memory.fileno(), nonce, 0)
+            send_object(connection, self.facts | {"memory": [os.getpid(), memory.fileno(), nonce.hex()]})
+            while connection.poll(None):
+                self._answer(connection, memory)
 
     def _answer(self, connection: Connection, memory: FileIO) -> None:
         """Read a request and answer it. Raises ValueError for nonsense, and where the client is told what is wrong."""

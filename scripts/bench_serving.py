@@ -3,14 +3,16 @@
     python scripts/bench_serving.py --serve "target=smollm2 methods=[auto,autoregressive]" --prompts a.jsonl b.jsonl
     python scripts/bench_serving.py --base-url http://127.0.0.1:8000 --concurrency --rate 2    # any server, Poisson
     python scripts/bench_serving.py --serve "target=smollm2 methods=[auto,autoregressive]" --soak 10000
+    python scripts/bench_serving.py --serve "target=pystdlib-8l timeout_s=20" --strangers 64
 
 For each concurrency, and each `--rate` of requests per second that arrive at random, all methods answer the same
 requests in turns, in random order. TTFT is the time to the first text, TPOT the time of each further token of an
 answer, ITL the time between two chunks: mean, median and 99th percentile in ms. `ratio` is the throughput divided by
 that of the last method, turn by turn; with `--bare <target>`, by that of the last method in this process, without a
 server or a client. `/health` is how long that answer takes meanwhile. Servers that list no methods are asked without
-the field. With `--soak` 32 clients ask; 10 % of the requests are left midway and 5 % malformed. Greedy answers must be
-those of the last method alone, no row may stay, and the memory of quarters is told.
+the field. With `--soak` 32 clients ask; 10 % of the requests are left midway, 5 % malformed, and 10 % sent by strangers
+(scripts/strangers.py), who leave after some seconds. Greedy answers must be those of the last method alone, no row may
+stay, and the memory of quarters is told. With `--strangers` so many of each kind come at the same time.
 """
 
 from __future__ import annotations
@@ -35,6 +37,7 @@ from pathlib import Path
 
 import httpx
 import numpy as np
+from strangers import STRANGERS, meet_elsewhere
 
 from spectrain import LLM
 from spectrain.errors import UserError
@@ -46,7 +49,10 @@ from spectrain.stores.files import write_json
 START_S, END_S, PROBE_S = 600.0, 60.0, 0.25
 BARE = "without a server"
 CLIENTS, SAMPLED = 32, 0.2  # of a soak; the share of its whole answers that are sampled
-KINDS = {"whole": 0.85, "leaving": 0.10, "malformed": 0.05}
+KINDS = {"whole": 0.75, "leaving": 0.10, "malformed": 0.05, "stranger": 0.10}
+STAY_S, HOLD_S = 3.0, 40.0  # of a stranger in a soak, and of many of one kind
+WARM_TOKENS = 900
+HEALTH_S = 1.0  # for an answer to /health while they are there
 NONSENSE = (b"", b"{", b"[]", b"null", b"\xff\xfe", b"[" * 10_000, b'{"model": {}}')
 JSON = {"content-type": "application/json"}
 WRONG = ({"max_tokens": -1}, {"temperature": "hot"}, {"top_p": 7}, {"response_format": {"type": "json_object"}})
@@ -193,6 +199,8 @@ async def soaked(client: Client, prompts: Sequence[str], methods: Sequence[str |
             wrong = chance.choice([*NONSENSE, *WRONG])
             answer = await client.ask(wrong if isinstance(wrong, bytes) else body | wrong)
             faults[f"malformed, but {answer.status}"] += not 400 <= answer.status < 500
+        elif kind == "stranger":
+            await meet_elsewhere(str(client.http.base_url), chance.choice([*STRANGERS]), 1, STAY_S)
         elif kind == "leaving":
             await client.ask(body, leaves_after=chance.randint(0, 5))
         else:
@@ -205,8 +213,10 @@ async def soaked(client: Client, prompts: Sequence[str], methods: Sequence[str |
             faults["not the target's own"] += not body["temperature"] and not (right.startswith(text) and ends)
         counts[kind] += 1
         if pid:
-            memory.append(int(re.search(r"VmRSS:\s+(\d+)", Path(f"/proc/{pid}/status").read_text())[1]) / 1024)
+            memory.append(memory_mib(pid))
 
+    health_s: list[float] = []
+    probing = asyncio.create_task(client.probe(health_s))
     tasks, began = [], time.perf_counter()
     for number in range(args.soak):
         prompt, method = chance.choice(prompts), chance.choice(methods)
@@ -214,7 +224,9 @@ async def soaked(client: Client, prompts: Sequence[str], methods: Sequence[str |
         sampled = {"temperature": 0.8, "seed": number} if chance.random() < SAMPLED else {}
         tasks.append(one(prompt, body | sampled, *chance.choices(list(KINDS), KINDS.values())))
     await together(tasks, CLIENTS)
+    probing.cancel()
     result, until, left = {"seconds": round(time.perf_counter() - began, 1)}, time.monotonic() + END_S, -1.0
+    result["/health, slowest ms"] = round(1000 * max(health_s))
     while left and time.monotonic() < until:
         left = sum(map(float, ACTIVE.findall((await client.http.get("/metrics")).text)))
         await asyncio.sleep(PROBE_S)
@@ -222,6 +234,33 @@ async def soaked(client: Client, prompts: Sequence[str], methods: Sequence[str |
     quarters = [float(np.mean(part)) for part in np.array_split(memory, 4)] if memory else []
     result |= {"requests": dict(counts), "faults": dict(+faults), "MiB of each quarter": quarters}
     return result | ({"last quarter / second": quarters[3] / quarters[1]} if quarters else {})
+
+
+def memory_mib(pid: int) -> float:
+    return int(re.search(r"VmRSS:\s+(\d+)", Path(f"/proc/{pid}/status").read_text())[1]) / 1024
+
+
+async def met(client: Client, pid: int, n_strangers: int) -> list[dict]:
+    """Let strangers of each kind come together. Return one row per kind: what they got, and what it cost."""
+    url, rows = str(client.http.base_url), []
+    await together(
+        [client.ask(client.body("def f(", WARM_TOKENS, None)) for _ in range(16)], 16
+    )  # all rows have been used
+    for kind in STRANGERS:
+        health_s, before, most = [], memory_mib(pid), 0.0
+        probing = asyncio.create_task(client.probe(health_s))
+        meeting = asyncio.create_task(meet_elsewhere(url, kind, n_strangers, HOLD_S))
+        while not meeting.done():
+            most = max(most, memory_mib(pid))
+            await asyncio.sleep(0.05)
+        await asyncio.sleep(PROBE_S)
+        probing.cancel()
+        got = Counter(await meeting).most_common(3)
+        row = {"kind": kind, "the client gets": "; ".join(f"{n} x {what}" for what, n in got)}
+        row |= {"MiB more": round(most - before, 1), "/health, slowest ms": round(1000 * max(health_s, default=-1))}
+        rows.append(row)
+        print(row, flush=True)
+    return rows
 
 
 @contextmanager
@@ -264,6 +303,7 @@ def parsed(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--turns", type=int, default=3)
     parser.add_argument("--bare", help="target that also decodes here, as one --max-tokens and --concurrency say")
     parser.add_argument("--soak", type=int, help="so many requests, in place of the measurement")
+    parser.add_argument("--strangers", type=int, help="so many of each kind, in place of the measurement; with --serve")
     parser.add_argument("--out", type=Path, help="JSON file of the results")
     args = parser.parse_args(arguments)
     if args.bare and (args.rate or len(args.max_tokens) > 1):
@@ -278,6 +318,8 @@ async def asked(args: argparse.Namespace, url: str, pid: int | None = None) -> d
     prompts = [one.turns[0] for file in args.prompts for one in read_questions(file, args.limit)]
     client = Client(url, entry["id"], args.completions)
     async with client.http:
+        if args.strangers:
+            return {"model": entry["id"], "strangers": await met(client, pid, args.strangers)}
         if args.soak:
             return {"model": entry["id"], "soak": await soaked(client, prompts, methods, pid, args)}
         return {"model": entry["id"], "runs": await measured(client, prompts, methods, args)}
@@ -295,7 +337,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         raise SystemExit(f"error: {str(error) or repr(error)}") from error
     command = " ".join(["python scripts/bench_serving.py", *map(shlex.quote, arguments or sys.argv[1:])])
     result = {"command": command, "date": date_now(), "machine": cpu_name(), **result}
-    if args.soak:
+    if args.strangers:
+        slow = [row for row in result["strangers"] if not 0 <= row["/health, slowest ms"] <= 1000 * HEALTH_S]
+        result["slow"] = [row["kind"] for row in slow]
+    elif args.soak:
         print(json.dumps(result["soak"], indent=1))
     else:
         frame = table_of({name: str(one).strip("[]") for name, one in run.items()} for run in result["runs"])
@@ -303,7 +348,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         show([("ms: mean, median, 99th percentile", frame)], 160)
     if args.out:
         write_json(args.out, result)
-    return bool(result.get("soak", {}).get("faults"))
+    return bool(result.get("soak", {}).get("faults") or result.get("slow"))
 
 
 if __name__ == "__main__":

@@ -13,11 +13,13 @@ if __name__ == "__main__":  # first, so that --help and a wrong option are answe
     run("spectrain.serve")
 
 import errno
+import gc
 import logging
 import os
 import signal
 import socket
 from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 from types import FrameType
 
@@ -30,9 +32,11 @@ from spectrain.decoding import Sampling, TargetModel, fingerprint, tokenizer_fin
 from spectrain.errors import UserError
 from spectrain.methods.loading import load_method
 from spectrain.serving.access import Access
+from spectrain.serving.connection import Connection
 from spectrain.serving.server import Limits, Service, make_app
 from spectrain.serving.traffic import TrafficLog
 from spectrain.serving.worker import open_worker
+from spectrain.stores.environment import free_files
 from spectrain.stores.folder import locked
 from spectrain.stores.rows import ResponseManifest
 from spectrain.stores.signals import SAID, SIGNALS, Terminated
@@ -41,7 +45,11 @@ log = logging.getLogger(__name__)
 
 KEY_VARIABLE = "SPECTRAIN_KEY"
 BACKLOG = 1024  # connections that wait to be accepted
-KEEP_ALIVE_S = 30  # of a connection without a request
+ACCEPTED = 32  # of them at a time
+KEEP_ALIVE_S = 30  # of a connection until the headers of a request are complete
+MOST_CONNECTIONS = 1024
+KEPT_FILES = ACCEPTED + 32  # for connections that are accepted before others are closed, and for files
+ENDING_S = 3.0  # beyond `timeout_s`, for an answer to say that it took too long
 
 
 def main(options: Serve) -> None:
@@ -67,6 +75,8 @@ def main(options: Serve) -> None:
         worker = open_worker(target, methods, options.batch_size, memory=options.memory, max_length=options.max_length)
         log.info("warming up: %s", ", ".join(methods))
         worker.warm_up()
+        gc.collect()
+        gc.freeze()  # so that no later collection, in which everybody waits, looks at what loading has made
         stack.callback(worker.close)  # not before: an interrupted warm-up may time the machine for a while
         sampling = Sampling(**vars(options.sampling))
         name = options.name or Path(options.target.path).name
@@ -102,13 +112,19 @@ class Server(uvicorn.Server):
     """Finishes running requests at the first signal, and ends at once at a second one."""
 
     def __init__(self, service: Service, access: Access) -> None:
-        quiet = {"log_config": None, "log_level": "warning", "access_log": False, "server_header": False}
+        quiet = {"log_config": None, "log_level": "error", "access_log": False, "server_header": False}
+        times = {"timeout_keep_alive": KEEP_ALIVE_S, "timeout_graceful_shutdown": service.limits.timeout_s + ENDING_S}
+        most = max(1, min(MOST_CONNECTIONS, free_files() - KEPT_FILES))
+        http = partial(Connection, request_s=service.limits.timeout_s + ENDING_S, most=most)
         app = make_app(service, access)
-        super().__init__(
-            uvicorn.Config(app, http="httptools", ws="none", lifespan="off", timeout_keep_alive=KEEP_ALIVE_S, **quiet)
-        )
+        super().__init__(uvicorn.Config(app, http=http, ws="none", lifespan="off", backlog=ACCEPTED, **times, **quiet))
         self.service, self._signals = service, SIGNALS.anew()
         self._ignored = [number for number in SAID if signal.getsignal(number) is signal.SIG_IGN]  # see `Signals`
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        await super().startup(sockets)
+        for listener in sockets or ():
+            listener.listen(BACKLOG)  # uvicorn's `backlog` is also how many it accepts at a time
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         if sig in self._ignored:

@@ -66,7 +66,7 @@ def measure(tmp_path, monkeypatch):
     def call(*arguments: str, wrong: str = "") -> tuple[int, dict]:
         monkeypatch.setattr(ThreadingHTTPServer, "request_queue_size", 64)
         script, out = load_script("bench_serving"), tmp_path / "out.json"
-        script.END_S = 0.1
+        script.END_S = script.STAY_S = 0.1
         with ThreadingHTTPServer(("127.0.0.1", 0), type("Server", (Server,), {"wrong": wrong})) as server:
             threading.Thread(target=server.serve_forever, args=(0.02,), daemon=True).start()
             shared = ["--base-url", f"http://127.0.0.1:{server.server_port}", "--completions", "--max-tokens", "8"]
@@ -106,7 +106,7 @@ def test_a_soak_tells_each_fault(measure, wrong, fault):
     code, found = measure("--soak", "60", wrong=wrong)
     assert found["soak"]["faults"].keys() == ({fault} if fault else set())
     assert code == bool(fault)
-    assert set(found["soak"]["requests"]) == {"whole", "leaving", "malformed"}
+    assert set(found["soak"]["requests"]) == {"whole", "leaving", "malformed", "stranger"}
 
 
 def test_engines_are_compared_on_the_same_prompts(tmp_path):

@@ -6,11 +6,11 @@ import asyncio
 import json
 import logging
 import time
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import suppress
-from functools import partial
 from typing import TYPE_CHECKING, Any
 
+from pydantic_core import to_json
 from starlette.responses import Response
 
 from spectrain.decoding import Emitted, Generation, Request, Source
@@ -18,6 +18,7 @@ from spectrain.decoding.text import TokenBytes
 from spectrain.errors import UserError
 from spectrain.serving.protocol import ApiError, ChatRequest, Fields, Shape, usage_of
 from spectrain.serving.replies import AnswerText, chat_logprobs, completion_logprobs, statistics_of
+from spectrain.serving.worker import Ticket
 
 if TYPE_CHECKING:
     from spectrain.serving.server import Service
@@ -25,6 +26,9 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 FAREWELL_S = 1.0  # for a client to take the error that ends its stream
+NO_LOGPROBS = b'"logprobs":null'  # in an answer; a text cannot hold it, as its quotes are escaped
+PIECE_BYTES = 1 << 16  # of an answer that are sent at a time
+TOKEN_BYTES, LOGPROB_BYTES = 500, 110  # that a token takes until it is sent, and each of its log-probabilities
 
 
 class _Choice:
@@ -37,6 +41,9 @@ class _Choice:
         self.spelled = TokenBytes(target.tokenizer, target.eos_ids)  # of which log-probabilities are told
         self.first_s = self.last_s = 0.0  # when tokens came
         self.generation: Generation | None = None
+        self.ticket: Ticket | None = None
+        self.pieces: list[str] = []  # of a whole answer's text
+        self.logprobs: dict[str, list[bytes]] = {}  # of a whole answer, by field; JSON takes a tenth of the objects
 
 
 class Gone(Exception):
@@ -46,47 +53,86 @@ class Gone(Exception):
 class Exchange(Response):
     """Hands the choices of a request to the worker, and sends what comes back, whole or as a stream."""
 
-    def __init__(self, service: Service, fields: Fields, method: str, asked: list[Request]) -> None:
+    def __init__(self, service: Service, fields: Fields, method: str, asked: list[Request], client: str) -> None:
         super().__init__()
-        self.service, self.fields, self.method, self.asked = service, fields, method, asked
+        self.service, self.fields, self.method, self.asked, self.client = service, fields, method, asked, client
         self.shape = Shape(isinstance(fields, ChatRequest), service.name)
         self.arrived_s = time.perf_counter()
         self.has_begun = False  # the answer
+        self.n_running = self.n_unread = 0  # choices that the engine has; bytes that the client has not taken
+        self._why = f"the request took longer than {service.limits.timeout_s:.0f} s"  # where it is given up
+        self._choices: list[_Choice] = []  # that were handed to the worker; the others wait
+        self._arrived: asyncio.Queue[tuple[_Choice, Emitted] | Exception] = asyncio.Queue()
+
+    @property
+    def n_waiting(self) -> int:
+        """Choices that no engine has yet."""
+        return len(self.asked) - len(self._choices)
 
     async def __call__(self, scope: dict, receive: Callable, send: Callable) -> None:
-        queue: asyncio.Queue[tuple[_Choice, Emitted] | None] = asyncio.Queue()
-        choices, tickets = [_Choice(self, index) for index in range(len(self.asked))], []
-        loop, worker = asyncio.get_running_loop(), self.service.worker
-        self.service.n_open += len(choices)
-        watching = asyncio.create_task(self._watch(receive, queue))
+        service, self._loop = self.service, asyncio.get_running_loop()
+        watching = asyncio.create_task(self._watch(receive))
+        service.open.append(self)
+        service.fill_rows(self.method)
+        self._timeout = asyncio.timeout(service.limits.timeout_s)
         try:
-            for choice, request in zip(choices, self.asked, strict=True):
-                deliver = partial(loop.call_soon_threadsafe, _put, queue, choice)
-                tickets.append(worker.submit(request, deliver, self.method))
-            async with asyncio.timeout(self.service.limits.timeout_s):
-                steps = self._steps(queue, choices, tickets)
-                await (self._stream(steps, choices, send) if self.fields.stream else self._whole(steps, choices, send))
+            async with self._timeout:
+                await (self._stream(send) if self.fields.stream else self._whole(send))
         except Gone:
             log.debug("a client has left")
         except UserError as error:
-            raise ApiError(400 if worker.is_alive else 503, self.service.sentence(error)) from None
+            raise ApiError(400 if service.worker.is_alive else 503, service.sentence(error)) from None
         except TimeoutError:
-            error = ApiError(504, f"the request took longer than {self.service.limits.timeout_s:.0f} s")
-            await self._fail(error, send)
+            await self._fail(ApiError(504, self._why), send)
         except ApiError as error:
             await self._fail(error, send)
         finally:
             watching.cancel()
-            self.service.n_open -= len(choices)
-            for choice, ticket in zip(choices, tickets, strict=False):
-                if choice.generation is None:
-                    worker.cancel(ticket)
-                    self.service.metrics.aborted(self.method)
+            service.open.remove(self)
+            for choice in self._choices:
+                if choice.generation is None and choice.ticket is not None:
+                    service.worker.cancel(choice.ticket)
+                    service.metrics.aborted(self.method)
+            self._arrived = asyncio.Queue()  # frames of errors may keep this object for long
+            service.fill_rows(self.method)
 
-    async def _watch(self, receive: Callable, queue: asyncio.Queue) -> None:
+    def submit(self) -> None:
+        """Hand the next choice to the worker."""
+        choice = _Choice(self, len(self._choices))
+        self._choices.append(choice)
+        self.n_running += 1
+
+        def deliver(step: Emitted) -> None:
+            with suppress(RuntimeError):  # the server has ended
+                self._loop.call_soon_threadsafe(self._take, choice, step)
+
+        try:
+            choice.ticket = self.service.worker.submit(self.asked[choice.index], deliver, self.method)
+        except UserError as error:
+            self._arrived.put_nowait(error)
+
+    def _take(self, choice: _Choice, step: Emitted) -> None:
+        """Keep a step until the client takes it."""
+        self._arrived.put_nowait((choice, step))
+        self.n_unread += self._bytes_of(step)
+        if step.generation is not None or step.error is not None:
+            self.n_running -= 1
+            self.service.fill_rows(self.method)
+        self.service.check_unread()
+
+    def _bytes_of(self, step: Emitted) -> int:
+        return len(step.tokens) * (TOKEN_BYTES + LOGPROB_BYTES * (self.fields.n_logprobs or 0))
+
+    def give_up(self) -> None:
+        """End the request, whose client does not read."""
+        self._why = "the answer was not read, and the server holds too many such answers"
+        if not self._timeout.expired():
+            self._timeout.reschedule(self._loop.time())
+
+    async def _watch(self, receive: Callable) -> None:
         while (await receive())["type"] != "http.disconnect":
             pass
-        queue.put_nowait(None)
+        self._arrived.put_nowait(Gone())
 
     async def _fail(self, error: ApiError, send: Callable) -> None:
         """Tell the client, in the stream where there is one already."""
@@ -97,16 +143,15 @@ class Exchange(Response):
                 body = b"data: %b\n\n" % json.dumps(error.body).encode()
                 await send({"type": "http.response.body", "body": body})
 
-    async def _steps(
-        self, queue: asyncio.Queue, choices: list[_Choice], tickets: list
-    ) -> AsyncIterator[tuple[_Choice, Emitted, list[tuple[str, int]]]]:
+    async def _steps(self) -> AsyncIterator[tuple[_Choice, Emitted, list[tuple[str, int]]]]:
         """Yield each step with the pieces of text that it brought, until all choices have ended."""
-        metrics, n_left = self.service.metrics, len(choices)
+        metrics, n_left = self.service.metrics, len(self.asked)
         while n_left:
-            got = await queue.get()
-            if got is None:
-                raise Gone
+            got = await self._arrived.get()
+            if isinstance(got, Exception):
+                raise got
             choice, step = got
+            self.n_unread -= self._bytes_of(step)
             if step.error is not None:
                 log.warning("a request failed: %s", step.error)
                 raise ApiError(500, "the model failed at this request; the server's log says why")
@@ -124,7 +169,7 @@ class Exchange(Response):
                 self._ended(choice)
                 pieces += choice.text.end()
             elif choice.text.has_stopped:  # the engine looks in another text, that with special tokens
-                self.service.worker.cancel(tickets[choice.index])
+                self.service.worker.cancel(choice.ticket)
             yield choice, step, pieces
 
     def _ended(self, choice: _Choice) -> None:
@@ -136,9 +181,9 @@ class Exchange(Response):
         reason, n_prompt = generation.finish_reason, len(request.prompt)
         self.service.metrics.ended(self.method, reason, n_prompt, generation, to_first_s, all_s)
 
-    def _usage(self, choices: list[_Choice]) -> dict:
+    def _usage(self) -> dict:
         """Count tokens; the choices of one prompt count it once."""
-        own = [choice.generation for choice in choices]
+        own = [choice.generation for choice in self._choices]
         of_prompts = slice(None, None, self.fields.n)
         n_prompt = sum(len(request.prompt) for request in self.asked[of_prompts])
         n_cached = sum(generation.cached_tokens for generation in own[of_prompts])
@@ -159,35 +204,53 @@ class Exchange(Response):
             return None
         return (chat_logprobs if self.shape.is_chat else completion_logprobs)(choice.spelled, tokens, found)
 
-    async def _whole(self, steps: AsyncIterator, choices: list[_Choice], send: Callable) -> None:
-        texts, found = [[] for _ in choices], [[] for _ in choices]
-        async for choice, step, pieces in steps:
-            texts[choice.index] += [text for text, _ in pieces]
-            found[choice.index] += step.logprobs or ()
+    async def _whole(self, send: Callable) -> None:
+        async for choice, step, pieces in self._steps():
+            choice.pieces += [text for text, _ in pieces]
+            for name, values in (self._logprobs(choice, step.tokens, step.logprobs) or {}).items():
+                choice.logprobs.setdefault(name, []).append(to_json(values)[1:-1])
+        parts = [*self._json()]
+        self.n_unread = sum(map(len, parts))
+        self.service.check_unread()
+        await self._begin("application/json", send, (b"content-length", str(self.n_unread).encode()))
+        for part in parts:
+            for start in range(0, len(part), PIECE_BYTES):  # each is sent when the client has taken those before
+                piece = part[start : start + PIECE_BYTES]
+                await send({"type": "http.response.body", "body": piece, "more_body": True})
+                self.n_unread -= len(piece)
+        await send({"type": "http.response.body", "body": b""})
+
+    def _json(self) -> Iterator[bytes]:
+        """Yield the parts of a whole answer."""
         bodies = []
-        for choice in choices:
-            tokens = choice.generation.tokens
-            more: dict[str, Any] = {"logprobs": self._logprobs(choice, tokens, found[choice.index])}
-            more["token_ids"] = tokens if self.fields.return_token_ids else None
+        for choice in self._choices:
+            more: dict[str, Any] = {"token_ids": choice.generation.tokens if self.fields.return_token_ids else None}
             if self.shape.is_chat:
                 calls = choice.text.tool_calls or ()
                 calls = [{key: value for key, value in call.items() if key != "index"} for call in calls]
                 more |= {"role": "assistant", "tool_calls": calls or None}
-            text = "".join(texts[choice.index])
+            text = "".join(choice.pieces)
             bodies.append(self.shape.choice(choice.index, text, self._reason(choice), False, **more))
-        body = self.shape.body(bodies, False, self._usage(choices), self._own(choices[0]))
-        await self._begin("application/json", send, (b"content-length", str(len(body)).encode()))
-        await send({"type": "http.response.body", "body": body})
+        body = self.shape.body(bodies, False, self._usage(), self._own(self._choices[0]))
+        if self.fields.n_logprobs is None:
+            return (yield body)
+        first, *rest = body.split(NO_LOGPROBS)
+        yield first
+        for choice, part in zip(self._choices, rest, strict=True):
+            fields = [b'"%b":[%b]' % (name.encode(), b",".join(parts)) for name, parts in choice.logprobs.items()]
+            choice.logprobs.clear()
+            yield b'"logprobs":{%b}' % b",".join(fields) if fields else NO_LOGPROBS
+            yield part
 
-    async def _stream(self, steps: AsyncIterator, choices: list[_Choice], send: Callable) -> None:
-        async for choice, step, pieces in steps:
+    async def _stream(self, send: Callable) -> None:
+        async for choice, step, pieces in self._steps():
             if not self.has_begun:
                 await self._begin("text/event-stream; charset=utf-8", send)
             body = self._events(choice, step, pieces)
             if body:
                 await send({"type": "http.response.body", "body": body, "more_body": True})
         usage = self.fields.stream_options is not None and self.fields.stream_options.include_usage
-        body = self.shape.event([], self._usage(choices)) if usage else b""
+        body = self.shape.event([], self._usage()) if usage else b""
         await send({"type": "http.response.body", "body": body + b"data: [DONE]\n\n"})
 
     def _events(self, choice: _Choice, step: Emitted, pieces: list[tuple[str, int]]) -> bytes:
@@ -214,7 +277,3 @@ class Exchange(Response):
         self.has_begun = True
         headers = [(b"content-type", media_type.encode()), *more]
         await send({"type": "http.response.start", "status": 200, "headers": headers})
-
-
-def _put(queue: asyncio.Queue, choice: _Choice, step: Emitted) -> None:
-    queue.put_nowait((choice, step))

@@ -28,7 +28,7 @@ from spectrain.decoding.tree import Source
 from spectrain.errors import UserError, check_choice, check_number, check_whole, shown
 from spectrain.methods.loading import load_method, name_of
 from spectrain.models.packages import dtype_of, target_path
-from spectrain.serving.worker import Ticket, open_worker
+from spectrain.serving.worker import Ticket, check_not_forked, open_worker
 from spectrain.stores.turns import clean, read_messages
 
 BYTES = bytes | bytearray | memoryview  # sequences of numbers, which are no token ids
@@ -106,6 +106,7 @@ class Stream(_Continuation, Iterator[Piece]):
         while not self._ready:
             if self.reply is not None or self._error is not None:
                 raise StopIteration
+            check_not_forked()
             try:
                 self._take(self._steps.get())
             except KeyboardInterrupt:
@@ -131,6 +132,7 @@ class AsyncStream(_Continuation, AsyncIterator[Piece]):
         while not self._ready:
             if self.reply is not None or self._error is not None:
                 raise StopAsyncIteration
+            check_not_forked()
             try:
                 self._take(await self._steps.get())
             except asyncio.CancelledError:
@@ -169,6 +171,7 @@ class LLM:
         device: str = "auto",
         **method_options: object,
     ) -> None:
+        check_not_forked()
         check_choice("draws", draws, DRAWS)
         if memory is not None:
             check_number("memory", memory, "(0, inf)")

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 
 from spectrain.decoding import Generation
@@ -33,11 +35,12 @@ LABELS = {"request_success": ["finished_reason"]}
 
 
 class Metrics:
-    """Counts and times of all requests, by model and method."""
+    """Counts and times of all requests, by model and method. `waiting` counts those that no engine has yet."""
 
-    def __init__(self, worker: Worker, model: str) -> None:
+    def __init__(self, worker: Worker, model: str, waiting: Callable[[], int]) -> None:
         self.registry, self._model = CollectorRegistry(), model
-        for name, read in (("running", lambda: worker.n_running), ("waiting", lambda: worker.n_waiting)):
+        counts = {"running": lambda: worker.n_running, "waiting": lambda: worker.n_waiting + waiting()}
+        for name, read in counts.items():
             gauge = Gauge(f"spectrain:num_requests_{name}", "requests now", ["model_name"], registry=self.registry)
             gauge.labels(model).set_function(read)
         self._known: dict[str, Histogram | Counter] = {}

@@ -22,6 +22,7 @@ from spectrain.errors import nearest
 from spectrain.stores.chats import clean
 
 MOST_CHOICES = 128  # prompts times n of a request
+MOST_PARTS = 1 << 14  # lists and objects of a request
 MOST_STOPS = 4
 STOP_CHARACTERS = 256
 MOST_LOGPROBS = 20
@@ -43,6 +44,7 @@ NEUTRAL: dict[str, tuple] = {
 }
 WITHOUT_EFFECT = ("metadata", "prompt_cache_key", "safety_identifier", "service_tier", "user")
 
+STRING = re.compile(rb'"[^"\\]*+(?:\\.[^"\\]*+)*+"?', re.DOTALL)  # in JSON
 SHOWN_CHARACTERS = 100  # of a name that a client made up
 
 Whole = Annotated[int, Field(ge=1, le=MOST)]
@@ -195,8 +197,10 @@ class CompletionRequest(Fields):
         return self.logprobs
 
 
-def parsed(kind: type[Fields], body: bytes) -> Any:
+def parsed(kind: type[Fields], body: bytes | bytearray) -> Any:
     """Read the body of a request. Raises ApiError, whose message holds nothing of what was sent but names."""
+    if n_parts(body) > MOST_PARTS and n_parts(STRING.sub(b"", body)) > MOST_PARTS:  # whose check would take seconds
+        raise ApiError(400, f"the body may have {MOST_PARTS} lists and objects in all")
     try:
         return kind.model_validate_json(body)
     except ValidationError as error:
@@ -227,6 +231,10 @@ def _without_halves(body: bytes) -> bytes:
         return clean(json.dumps(json.loads(body), ensure_ascii=False)).encode()
     except (ValueError, RecursionError):
         return body
+
+
+def n_parts(json: bytes | bytearray) -> int:
+    return json.count(b"[") + json.count(b"{")
 
 
 def usage_of(n_prompt: int, n_cached: int, n_written: int) -> dict:

@@ -1,7 +1,11 @@
 """The HTTP server: OpenAI's API over a `Worker`, and the page at `/`.
 
 A request is checked and tokenized, and each of its choices becomes a request of the engine, whose steps come back over
-a queue (`exchange`). A step is one event of a stream. Steps wait there for a slow client; `max_tokens` bounds them.
+a queue (`exchange`). A step is one event of a stream. Steps wait there for a slow client; if all that wait become too
+many, the client for whom most do is given up.
+
+Clients share the rows of an engine: a free row goes to the client that has the fewest, and of it to the request with
+the fewest. So one request with many choices holds up nobody.
 """
 
 from __future__ import annotations
@@ -11,6 +15,9 @@ import json
 import logging
 import secrets
 import time
+from collections import Counter
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import AsyncExitStack
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -46,7 +53,12 @@ log = logging.getLogger(__name__)
 
 PAGE = Path(__file__).parent / "page"
 BODY_S = 30.0  # for a client to send its request
+LARGE_BYTES = 1 << 16  # of a body, beyond which few are held at the same time, and one thread parses and tokenizes them
+LARGE_HELD = 4
+TOKEN_CHARACTERS, EDGE_TOKENS = 16, 8  # of a token, more than most have; of a cut text, that the whole may lack
 RETRY_S = 1  # after which a client that found the queue full should ask again
+AHEAD = 2  # choices in the engine's own queue, so that a row that becomes free is filled at once
+UNREAD_BYTES = 16 << 20  # of all answers, that clients have not taken
 
 
 @dataclass(frozen=True)
@@ -54,7 +66,7 @@ class Limits:
     """What one client cannot take from the others."""
 
     max_body_bytes: int = 1 << 20
-    max_waiting: int = 64  # requests of the engine that may wait for a row
+    max_waiting: int = 64  # requests that may be open beyond the rows of an engine
     max_tokens: int = 1024  # of an answer whose request does not say
     timeout_s: float = 600.0  # of a request
 
@@ -70,12 +82,18 @@ class Service:
     limits: Limits
     traffic: TrafficLog | None = None
     is_closing: bool = False
-    n_open: int = 0  # requests of the engine that have not ended
+    open: list[Exchange] = field(default_factory=list)  # the oldest first
     created: int = field(default_factory=lambda: int(time.time()))
     _joining: asyncio.Task | None = None
 
     def __post_init__(self) -> None:
-        self.metrics = Metrics(self.worker, self.name)
+        self.metrics = Metrics(self.worker, self.name, lambda: sum(one.n_waiting for one in self.open))
+        self._held, self._thread = asyncio.Semaphore(LARGE_HELD), ThreadPoolExecutor(1, "large bodies")
+
+    @property
+    def n_open(self) -> int:
+        """Requests that have not ended."""
+        return len(self.open)
 
     @property
     def max_length(self) -> int:
@@ -99,65 +117,105 @@ class Service:
 
     async def answer(self, request: HttpRequest, kind: type[Fields]) -> Response:
         """Check a request, and hand its choices to the engine."""
-        fields = parsed(kind, await self._body(request))
-        if fields.model not in (None, self.name):
-            raise ApiError(404, f"this server has the model {self.name} only", "model", "model_not_found")
-        method, methods = fields.method or self.worker.methods[0], self.worker.methods
-        if method not in methods:
-            raise ApiError(400, f"method must be one of {', '.join(methods)}", "method")
-        most = self.limits.max_waiting + self.worker.engines[method].batch_size
-        self._check_room(1, most)  # before its text is read
-        try:
-            prompts = await asyncio.to_thread(self._prompts, fields)
-        except UserError as error:
-            raise ApiError(400, self.sentence(error)) from None
+        client = request.client.host if request.client else ""
+        async with AsyncExitStack() as holding:
+            body = await self._body(request, holding)
+            thread = self._thread if len(body) > LARGE_BYTES else None
+            read = partial(asyncio.get_running_loop().run_in_executor, thread)
+            fields = await read(parsed, kind, body)
+            if fields.model not in (None, self.name):
+                raise ApiError(404, f"this server has the model {self.name} only", "model", "model_not_found")
+            method, methods = fields.method or self.worker.methods[0], self.worker.methods
+            if method not in methods:
+                raise ApiError(400, f"method must be one of {', '.join(methods)}", "method")
+            is_list = isinstance(fields, CompletionRequest) and not is_one(fields.prompt)
+            if fields.n * (len(fields.prompt) if is_list else 1) > MOST_CHOICES:
+                raise ApiError(400, f"a request may have {MOST_CHOICES} choices in all, prompts times n", "n")
+            self._check_room(client, method)  # before its text is read
+            try:
+                prompts = await read(self._prompts, fields)
+            except UserError as error:
+                raise ApiError(400, self.sentence(error)) from None
         if self.is_closing:
             raise ApiError(503, "the server is closing")
-        asked = self._requests(fields, prompts)
-        if len(asked) > most:
-            raise ApiError(400, f"a request may have {most} choices here, prompts times n", "n")
-        self._check_room(len(asked), most)
-        return Exchange(self, fields, method, asked)
+        self._check_room(client, method)
+        return Exchange(self, fields, method, self._requests(fields, prompts), client)
 
-    def _check_room(self, n_choices: int, most: int) -> None:
-        if self.n_open + n_choices > most:
+    def _check_room(self, client: str, method: str) -> None:
+        """Raise ApiError where the queue is full, unless this client has less than its share of it."""
+        most = self.limits.max_waiting + self.worker.engines[method].batch_size
+        clients = Counter(one.client for one in self.open if one.n_running or one.n_waiting)  # not those only unread
+        if clients.total() >= most and clients[client] * len({*clients, client}) >= most:
             raise ApiError(429, "too many requests wait; try again", code="rate_limit_exceeded", retry_s=RETRY_S)
 
-    async def _body(self, request: HttpRequest) -> bytes:
+    def fill_rows(self, method: str) -> None:
+        """Hand choices that wait to an engine that has rows for them."""
+        asking = [one for one in self.open if one.method == method]
+        held = Counter()
+        for one in asking:
+            held[one.client] += one.n_running
+        most = self.worker.engines[method].batch_size + AHEAD
+        while held.total() < most and (waiting := [one for one in asking if one.n_waiting]):
+            first = min(waiting, key=lambda one: (held[one.client], one.n_running))
+            first.submit()
+            held[first.client] += 1
+
+    def check_unread(self) -> None:
+        """Give up the client that leaves the most bytes unread, where all together leave too many."""
+        if sum(one.n_unread for one in self.open) > UNREAD_BYTES:
+            max(self.open, key=lambda one: one.n_unread).give_up()
+
+    async def _body(self, request: HttpRequest, holding: AsyncExitStack) -> bytearray:
+        """Return the body. Where it is a large one, `holding` lets others come when it is done with."""
         body, most = bytearray(), self.limits.max_body_bytes
         declared = request.headers.get("content-length", "0")
+        n_declared = int(declared) if declared.isdecimal() else 0
+        seconds, is_held = min(BODY_S, self.limits.timeout_s), n_declared > LARGE_BYTES
+        parts = request.stream()
         try:
-            async with asyncio.timeout(BODY_S):
-                if not declared.isdecimal() or int(declared) <= most:
-                    async for part in request.stream():
-                        body += part
-                        if len(body) > most:
-                            break
+            async with asyncio.timeout(seconds):
+                if is_held and n_declared <= most:
+                    await holding.enter_async_context(self._held)
+                while n_declared <= most and len(body) <= most and (part := await anext(parts, None)) is not None:
+                    body += part
+                    if len(body) > LARGE_BYTES and not is_held:
+                        is_held = True
+                        await holding.enter_async_context(self._held)
         except ClientDisconnect:
             raise ApiError(400, "the client has left") from None
         except TimeoutError:
-            raise ApiError(408, f"the request did not come within {BODY_S:.0f} s") from None
-        if len(body) > most or (declared.isdecimal() and int(declared) > most):
+            raise ApiError(408, f"the request was not received within {seconds:.0f} s") from None
+        if max(len(body), n_declared) > most:
             raise ApiError(413, f"the body exceeds {most} bytes")
-        return bytes(body)
+        return body
 
     def _prompts(self, fields: Fields) -> list[list[int]]:
         """Return the prompts as token ids."""
         tokenizer = self.target.tokenizer
         if isinstance(fields, ChatRequest):
             messages = read_messages([message.model_dump(exclude_unset=True) for message in fields.messages])
+            self._check_beginning("\n".join(message["content"] for message in messages))
             if tokenizer.chat_template is not None:
                 return [chat_ids(tokenizer, messages, fields.offered)]
             texts = ["\n".join(message["content"] for message in messages)]  # as `conversation_ids` does
         else:
             texts = [fields.prompt] if is_one(fields.prompt) else fields.prompt
+        for text in texts:
+            self._check_beginning(text)
         return [prompt_ids(tokenizer, text) for text in texts]
+
+    def _check_beginning(self, text: str | list[int]) -> None:
+        """Raise ApiError where so little of a long text is too long already that the rest need not be tokenized."""
+        n_characters = TOKEN_CHARACTERS * self.max_length
+        if not isinstance(text, str) or len(text) <= n_characters:
+            return
+        if len(prompt_ids(self.target.tokenizer, text[:n_characters])) > self.max_length + EDGE_TOKENS:
+            sentence = f"the context holds {self.max_length} tokens, and the prompt has more; shorten the prompt"
+            raise ApiError(400, sentence, code="context_length_exceeded")
 
     def _requests(self, fields: Fields, prompts: list[list[int]]) -> list[Request]:
         """Return what the engine is asked: n choices of each prompt."""
         name = "messages" if isinstance(fields, ChatRequest) else "prompt"
-        if len(prompts) * fields.n > MOST_CHOICES:
-            raise ApiError(400, f"a request may have {MOST_CHOICES} choices in all, prompts times n", "n")
         sampling, seed = fields.sampling(self.sampling), fields.seed
         shared = {"sampling": sampling, "stop": fields.stops, "logprobs": fields.n_logprobs}
         shared["seed"] = secrets.randbits(32) if seed is None else seed
@@ -217,7 +275,7 @@ def make_app(service: Service, access: Access) -> FastAPI:
     async def explain(request: HttpRequest, error: Exception) -> Response:
         if isinstance(error, HTTPException):
             error = ApiError(error.status_code, str(error.detail))
-        is_known = isinstance(error, ApiError)
+        is_known, error.__traceback__ = isinstance(error, ApiError), None  # its frames would keep the body in memory
         return refusal(error if is_known else ApiError(500, "the server failed at this request; its log says why"))
 
     for kind in (ApiError, HTTPException, Exception):

@@ -7,8 +7,10 @@ time.
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import logging
+import os
 import time
 from collections.abc import Sequence
 from contextlib import suppress
@@ -44,7 +46,8 @@ class TrafficLog:
             store.check_fits(manifest.target_fingerprint, manifest.target)
             self.n_stored = len(store.rows)
         self.work.mkdir(parents=True, exist_ok=True)
-        self._file, self._n_new, self._is_broken = None, 0, False
+        self._file: Path | None = None  # of the rows since the last join
+        self._n_new = self._n_lost = 0  # rows of it, and answers since the last that could be written
         self.join()
 
     def add(self, request: Request, generation: Generation, conversation: str) -> bool:
@@ -52,7 +55,7 @@ class TrafficLog:
 
         Returns whether it is time to `join`, after `end_file`.
         """
-        if generation.finish_reason not in COMPLETE or self._is_broken:
+        if generation.finish_reason not in COMPLETE:
             return False
         key = hashlib.sha256(conversation.encode()).hexdigest()[:16]
         row = {
@@ -67,21 +70,32 @@ class TrafficLog:
             "number": request.number,
         }
         try:
-            if self._file is None:
-                self._file = (self.work / f"rows-{time.time_ns()}.jsonl").open("a", encoding="utf-8")
-            self._file.write(json_line(row))
-            self._file.flush()
+            self._append(json_line(row).encode())
         except OSError as error:
-            self._is_broken = True
-            log.warning("answers are not kept any more: %s cannot be written (%s)", self.work, error.strerror)
+            if not self._n_lost:
+                log.warning("answers are not kept until %s can be written again (%s)", self.work, error.strerror)
+            self._n_lost += 1
             return False
-        self._n_new += 1
+        if self._n_lost:
+            log.warning("answers are kept again; %d were not", self._n_lost)
+        self._n_new, self._n_lost = self._n_new + 1, 0
         return self._n_new >= max(JOINED_ROWS, self.n_stored // 4)
+
+    def _append(self, line: bytes) -> None:
+        """Write a line to the file of new rows, wholly or not at all."""
+        self.work.mkdir(parents=True, exist_ok=True)
+        path = self._file = self._file or self.work / f"rows-{time.time_ns()}.jsonl"
+        with path.open("ab", buffering=0) as file:
+            n_before = file.tell()
+            try:
+                if file.write(line) < len(line):
+                    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+            except OSError:
+                file.truncate(n_before)
+                raise
 
     def end_file(self) -> None:
         """Let later answers go to another file, so that `join` can run beside `add`."""
-        if self._file is not None:
-            self._file.close()
         self._file, self._n_new = None, 0
 
     def join(self, files: Sequence[Path] | None = None) -> None:
@@ -99,8 +113,13 @@ class TrafficLog:
             file.unlink()
 
     def close(self) -> None:
-        """Move all rows into the store."""
+        """Move all rows into the store, or say that they wait."""
         self.end_file()
-        self.join()
+        if self._n_lost:
+            log.warning("%d answers were not kept", self._n_lost)
+        try:
+            self.join()
+        except (UserError, OSError) as error:
+            log.warning("answers wait in %s for the next start with this log_responses: %s", self.work, error)
         with suppress(OSError):  # something else lies there
             self.work.rmdir()

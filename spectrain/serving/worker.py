@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 import threading
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
@@ -22,6 +23,10 @@ log = logging.getLogger(__name__)
 
 INTERNAL_ERROR = "an internal error ended this request; the log says which"
 CLOSED = "nothing is decoded any more"
+FORKED = (
+    "this process was forked from one that has loaded an LLM, whose threads a child does not have; load it in the "
+    "child alone, or start processes by multiprocessing.get_context('spawn')"
+)
 MEMORY_SHARE = {"cpu": 0.25, "cuda": 0.8}  # of what is free, for keys and values
 PREFIX_SHARE = 0.25  # of these, for texts that have ended
 WARM_TOKENS = 8
@@ -29,7 +34,18 @@ WARM_SAMPLINGS = Sampling(), Sampling(temperature=1.0)
 
 Deliver = Callable[[Emitted], None]
 
+_processes: set[int] = set()  # that have started workers: this one, or one from which it was forked
 _turns: WeakKeyDictionary[PreTrainedModel, threading.Lock] = WeakKeyDictionary()  # of workers that have one model
+
+
+def is_forked() -> bool:
+    """Whether workers were started before this process was forked. Here they, and torch's threads, would never end."""
+    return bool(_processes - {os.getpid()})
+
+
+def check_not_forked() -> None:
+    if is_forked():
+        raise UserError(FORKED)
 
 
 @dataclass(frozen=True)
@@ -48,6 +64,8 @@ class Worker:
     """
 
     def __init__(self, engines: Mapping[str, Engine]) -> None:
+        check_not_forked()
+        _processes.add(os.getpid())
         self.engines = dict(engines)
         self.target = next(iter(self.engines.values())).target
         self._turn = _turns.setdefault(self.target.model, threading.Lock())
@@ -75,8 +93,9 @@ class Worker:
         """Hand a request in. `deliver` is called in the worker's thread with what it gains, and must not block.
 
         Raises:
-            UserError: there is no such method, the engine cannot take the request, or the worker is closed.
+            UserError: there is no such method, the engine cannot take the request, or the worker is closed or forked.
         """
+        check_not_forked()
         name = self.methods[0] if method is None else method
         if name not in self.engines:
             raise UserError(f"method={name} is not loaded; choose among {', '.join(self.methods)}")
@@ -92,6 +111,8 @@ class Worker:
 
     def cancel(self, ticket: Ticket) -> None:
         """Give a request up: its row is free before the next step. Nothing happens to one that has ended."""
+        if is_forked():
+            return
         with self._wanted:
             if ticket in self._deliver:
                 self._calls.append(partial(self.engines[ticket.method].cancel, ticket.number))
@@ -113,6 +134,8 @@ class Worker:
 
     def close(self) -> None:
         """Cancel running and waiting requests, and end the thread."""
+        if is_forked():
+            return
         with self._wanted:
             self._is_closing = True
             self._wanted.notify()

@@ -5,9 +5,11 @@ from __future__ import annotations
 import importlib.metadata
 import os
 import platform
+import resource
 import socket
 import subprocess
 import time
+from contextlib import suppress
 from functools import cache
 from pathlib import Path
 
@@ -17,6 +19,7 @@ import torch
 from spectrain.config import TYPED_COMMAND
 
 LEAST_DISTURBING = 0.05  # of the time of the cores, that other processes take
+MANY_FILES = 1 << 16
 CGROUP = Path("/sys/fs/cgroup")  # a container's own group; version 2
 LIBRARIES = ("torch", "lightning", "transformers", "deepspeed", "spectrain")
 
@@ -69,6 +72,15 @@ def host_memory() -> tuple[int, int]:
 def free_memory(device: torch.device) -> int:
     """Return the bytes that are free on a device."""
     return torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else host_memory()[1]
+
+
+def free_files() -> int:
+    """Raise the limit on this process's open files as far as it may, and return how many more can be opened."""
+    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    with suppress(ValueError, OSError):  # macOS takes no infinite one
+        resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
+    limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    return (limit if limit != resource.RLIM_INFINITY else MANY_FILES) - psutil.Process().num_fds()
 
 
 def date_now() -> str:

@@ -7,7 +7,7 @@ The server keeps nothing between two requests: a training, which owns the order 
 its own target would say of them. So a restart of either side can neither lose nor double a row. After the challenges of
 `multiprocessing.connection`, by which both sides prove the key, messages are JSON objects and raw values, no pickles:
 
-    server: {"version", "target", "target_fingerprint", .., "memory": [pid, file, nonce]}
+    server: {"version", "target", "target_fingerprint", .., "memory": [pid, file, nonce]}    or {"busy": sentence}
     client: {"shape": [B, L], "layers": [6, 7], "packed": false, "mapped": true}     tokens [B, L] int32 (and starts)
     server: {}    captured [B, L, C, D] bfloat16 and final_hidden [B, L, D] bfloat16      or {"error": sentence}
 
@@ -22,6 +22,7 @@ server is started with the drafter's layers and without prefix caching, as cache
 
 from __future__ import annotations
 
+import errno
 import json
 import logging
 import os
@@ -203,6 +204,8 @@ class HiddenStates:
             answer_challenge(connection, self.key)
             deliver_challenge(connection, self.key)
             facts = json.loads(connection.recv_bytes(HEADER_BYTES))
+            if "busy" in facts:
+                raise OSError(errno.EBUSY, facts["busy"])
         except AuthenticationError as error:
             raise UserError(f"the server at {self.address} has another key; give its {KEY}") from error
         except (AssertionError, ValueError, OSError) as error:  # as the challenge is read

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import socket
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -24,6 +26,7 @@ TEMPLATE = (
     "<{{ m['role'] }}>{{ m['content'] }}\n"
     "{% endfor %}<assistant>"
 )
+POST = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\n"
 HELLO = [{"role": "user", "content": "Hello"}]
 ROWS = 4
 
@@ -53,6 +56,16 @@ class Served:
     def http(self, **options) -> httpx.Client:
         return httpx.Client(base_url=self.url, timeout=30, **options)
 
+    def socket(self, content: bytes = b"", source: str = "127.0.0.1") -> socket.socket:
+        """Connect a client that reads little, and send this."""
+        client = socket.socket()
+        client.settimeout(10)
+        client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 2048)
+        client.bind((source, 0))
+        client.connect(("127.0.0.1", int(self.url.rpartition(":")[2])))
+        client.sendall(content)
+        return client
+
     def chat(self, **fields):
         """Ask for a greedy answer of 40 tokens."""
         own = {name: fields.pop(name) for name in ("method", "annotate", "top_k", "min_p") if name in fields}
@@ -66,8 +79,13 @@ class Served:
 
 
 @contextmanager
-def serving(folder, limits: Limits | None = None, access: Access | None = None, traffic=None) -> Iterator[Served]:
-    """Serve the target of a folder by the methods plain, pld and gate."""
+def serving(
+    folder, limits: Limits | None = None, access: Access | None = None, traffic=None, send_buffer: int | None = None
+) -> Iterator[Served]:
+    """Serve the target of a folder by the methods plain, pld and gate.
+
+    The system keeps `send_buffer` bytes for a client that does not read.
+    """
     target, gate = load_target(folder), Gate()
     target.tokenizer.chat_template = TEMPLATE
     methods = {"plain": Autoregressive(), "pld": load_method("pld", target), "gate": gate}
@@ -75,6 +93,8 @@ def serving(folder, limits: Limits | None = None, access: Access | None = None, 
     traffic = traffic and traffic(target)
     service = Service(worker, target, "tiny", Sampling(temperature=1.0), limits or Limits(), traffic)
     listener = bound("127.0.0.1", 0)
+    if send_buffer is not None:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, send_buffer)
     listen(listener, 0)
     url = f"http://127.0.0.1:{port_of(listener)}"
     server = Server(service, access or Access())
@@ -89,6 +109,12 @@ def serving(folder, limits: Limits | None = None, access: Access | None = None, 
         worker.close()
         if traffic:
             traffic.close()
+
+
+def asking(body: dict) -> bytes:
+    """Return a request with the key "secret"."""
+    content = json.dumps(body).encode()
+    return POST + b"Authorization: Bearer secret\r\nContent-Length: %d\r\n\r\n%b" % (len(content), content)
 
 
 @dataclass

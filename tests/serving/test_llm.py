@@ -5,12 +5,14 @@ from __future__ import annotations
 import asyncio
 import gc
 import math
+import multiprocessing
 import signal
 import subprocess
 import sys
 import threading
 import time
 import weakref
+from collections import deque
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
@@ -341,3 +343,36 @@ def test_importing_the_package_imports_no_torch_and_says_its_types():
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert "spectrain.serving.llm.LLM" in done.stdout
     assert Path(spectrain.__file__).with_name("py.typed").exists()
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # newer Pythons warn of forks beside threads
+def test_a_forked_child_is_told_what_to_do(llm, target):
+    begun, (told, tell) = llm.stream(PROMPT, **LONG), multiprocessing.Pipe(duplex=False)
+    next(begun)
+    calls = {
+        "generate": lambda: llm.generate(PROMPT, max_new_tokens=4),
+        "stream": lambda: deque(begun, maxlen=0),
+        "achat": lambda: asyncio.run(llm.agenerate(PROMPT, max_new_tokens=4)),
+        "anew": lambda: LLM("pystdlib-8l"),
+        "same target": lambda: LLM(target, "pld"),
+    }
+
+    def child() -> None:
+        for name, call in calls.items():
+            with pytest.raises(UserError, match="was forked from one that has loaded an LLM"):
+                call()
+            tell.send(name)
+        begun.cancel()
+        llm.close()
+        tell.send("closed")
+
+    process = multiprocessing.get_context("fork").Process(target=child)
+    with llm._worker._wanted:  # a child of such a moment could wait for the lock
+        process.start()
+    try:
+        for name in (*calls, "closed"):
+            assert told.poll(30), name
+            assert told.recv() == name
+    finally:
+        process.kill()
+        begun.cancel()

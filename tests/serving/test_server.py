@@ -6,8 +6,9 @@ import json
 import re
 import socket
 import time
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
 
@@ -20,9 +21,10 @@ from data_prep.answers import Answering, Prompt
 from data_prep.server import CompletionServer, read_completion
 from spectrain.decoding import Sampling, generate
 from spectrain.methods.autoregressive import Autoregressive
+from spectrain.serving import server
 from spectrain.serving.access import Access
 from spectrain.serving.server import Limits
-from tests.serving.served import HELLO, ROWS, read, serving
+from tests.serving.served import HELLO, POST, ROWS, asking, read, serving
 
 NONSENSE = bytes(range(256)) * 4096  # 1 MiB
 
@@ -394,38 +396,94 @@ def small(shared):
         yield served
 
 
-@pytest.mark.parametrize("free", [0, 1])
-def test_a_full_queue_says_when_to_come_back_and_leaving_frees_rows(small, monkeypatch, free):
+@contextmanager
+def sending(served, body: dict, source: str = "127.0.0.1") -> Iterator[socket.socket]:
+    """Send a request, and leave its answer unread."""
+    n_open = served.service.n_open
+    with served.socket(asking(body), source) as client:
+        wait_until(lambda: served.service.n_open > n_open)
+        yield client
+
+
+def test_a_full_queue_says_when_to_come_back_and_leaving_frees_rows(small, monkeypatch):
     worker, read = small.service.worker, small.service._prompts
-    with (
-        small.http() as client,
-        client.stream(
-            "POST",
-            "/v1/completions",
-            json={
-                "prompt": "def read",
-                "n": ROWS + 1 - free,
-                "temperature": 0,
-                "method": "gate",
-                "max_tokens": 200,
-                "stream": True,
-            },
-        ) as answer,
-    ):
-        lines = answer.iter_lines()  # closing it would be leaving
-        next(lines)
-        if not free:
-            monkeypatch.setattr(small.service, "_prompts", None)  # no text is read
+    body = {"prompt": "def read", "temperature": 0, "method": "gate", "max_tokens": 200, "stream": True}
+    with ExitStack() as stack:
+        for _ in range(ROWS + 1):
+            stack.enter_context(sending(small, body))
+        monkeypatch.setattr(small.service, "_prompts", None)  # no text is read
         with pytest.raises(openai.RateLimitError) as caught:
-            small.complete(method="gate", n=1 + free)
+            small.complete(method="gate")
         monkeypatch.setattr(small.service, "_prompts", read)
         assert caught.value.response.headers["retry-after"] == "1"
         assert caught.value.body["code"] == "rate_limit_exceeded"
-    small.gate.open.set()  # the client has left
+        stack.enter_context(sending(small, body, "127.0.0.2"))  # another client, which has nothing of the queue
+    small.gate.open.set()  # the clients have left
     wait_until(lambda: worker.n_running == small.service.n_open == 0)
     assert small.complete(method="gate").choices[0].finish_reason == "length"
-    left = f'finished_reason="abort",method="gate",model_name="{small.service.name}"}} {ROWS + 1 - free}.0'
+    left = f'finished_reason="abort",method="gate",model_name="{small.service.name}"}} {ROWS + 2}.0'
     assert left in small.http().get("/metrics").text
+
+
+def test_a_request_of_many_choices_leaves_rows_to_others(small):
+    body = {"prompt": "a", "temperature": 0, "method": "gate", "max_tokens": 12, "n": 40}
+    with ThreadPoolExecutor(1) as pool:
+        many = pool.submit(small.http().post, "/v1/completions", json=body)
+        wait_until(lambda: small.service.worker.n_running == ROWS)
+        assert small.complete(method="gate", max_tokens=2).choices[0].finish_reason == "length"
+        assert not many.done()
+        assert small.service.open[0].n_waiting > 20
+        metrics = small.http().get("/metrics").text
+        assert float(re.search(r"num_requests_waiting{.*} (\S+)", metrics)[1]) > 20
+        small.gate.open.set()
+        answer = many.result().json()
+    assert [choice["index"] for choice in answer["choices"]] == [*range(40)]
+    assert len({choice["text"] for choice in answer["choices"]}) == 1
+
+
+@pytest.mark.parametrize(
+    ("body", "sentence"),
+    [
+        (b'{"prompt":[' + b",".join([b'"a"'] * 250_000) + b"]}", "may have 128 choices in all, prompts times n"),
+        (b'{"prompt":[' + b",".join([b"[1]"] * 260_000) + b"]}", "may have 16384 lists and objects in all"),
+        (b'{"prompt":"a","n":64,"prompt":["a","b","c"]}', "may have 128 choices in all"),
+    ],
+)
+def test_counts_are_checked_before_a_text_is_read(served, monkeypatch, body, sentence):
+    monkeypatch.setattr(served.service, "_prompts", None)
+    answer = served.http().post("/v1/completions", content=body)
+    assert (answer.status_code, sentence in answer.text) == (400, True)
+
+
+def test_brackets_within_texts_are_no_parts(served):
+    text = '[{"\\' * 20_000
+    answer = served.http().post("/v1/chat/completions", json={"messages": [{"role": "user", "content": text}]})
+    assert "the context holds 256 tokens" in answer.text
+
+
+def test_large_bodies_wait_for_each_other_and_small_ones_for_none(shared, monkeypatch):
+    monkeypatch.setattr(server, "LARGE_HELD", 1)
+    with serving(shared / "target") as served, served.socket(POST + b"Content-Length: 200000\r\n\r\n") as slow:
+        slow.sendall(b" " * 150_000)
+        wait_until(lambda: served.service._held.locked())
+        assert served.complete().choices[0].finish_reason == "length"
+        with ThreadPoolExecutor(1) as pool:
+            waits = pool.submit(served.http().post, "/v1/completions", content=b" " * 100_000)
+            time.sleep(0.3)
+            assert not waits.done()
+            slow.shutdown(socket.SHUT_RDWR)
+            assert waits.result().status_code == 400
+
+
+def test_the_client_that_leaves_most_unread_is_given_up(shared, monkeypatch):
+    monkeypatch.setattr(server, "UNREAD_BYTES", 1_200_000)
+    body = {"prompt": "a", "temperature": 0, "max_tokens": 200, "logprobs": 20, "stream": True, "method": "gate"}
+    with serving(shared / "target", send_buffer=4096) as served:
+        served.gate.open.set()
+        with sending(served, body), sending(served, body | {"n": 4}) as client:
+            wait_until(lambda: served.service.n_open == 1, 20)
+            assert served.service.open[0].fields.n == 1
+            assert b"DONE" not in client.recv(1 << 20)
 
 
 def test_a_request_that_takes_too_long_is_ended(small, monkeypatch):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
@@ -11,6 +12,7 @@ from spectrain.errors import UserError
 from spectrain.serving import traffic
 from spectrain.serving.traffic import TrafficLog
 from spectrain.stores import folder as folders
+from spectrain.stores.files import json_line
 from spectrain.stores.rows import ResponseManifest, open_responses
 from spectrain.stores.texts import is_held_out, read_documents
 from tests.serving.served import serving
@@ -99,12 +101,53 @@ def test_another_target_is_refused(folder):
         TrafficLog(folder, manifest(target="other", target_fingerprint="c" * 16))
 
 
-def test_a_folder_that_cannot_be_written_ends_the_log_not_the_server(folder, monkeypatch, caplog):
+def test_answers_are_kept_again_when_the_folder_can_be_written_again(folder, caplog):
     log = TrafficLog(folder, manifest())
-    folders.shutil.rmtree(log.work)
-    assert not add(log, 0)
+    add(log, 0)
+    log.work.rename(away := folder.with_name("away"))
+    log.work.write_text("a file")
     assert not add(log, 1)
-    assert caplog.text.count("answers are not kept any more") == 1
+    assert not add(log, 2)
+    assert caplog.text.count("answers are not kept until") == 1
+    log.work.unlink()
+    away.rename(log.work)
+    add(log, 3)
+    assert "answers are kept again; 2 were not" in caplog.text
+    log.close()
+    assert open_responses(folder).rows["number"] == [0, 3]
+
+
+def test_a_row_that_a_full_disk_cut_off_is_taken_back(folder, monkeypatch):
+    log = TrafficLog(folder, manifest())
+    add(log, 0)
+    with monkeypatch.context() as patched:
+        patched.setattr(traffic, "json_line", lambda row: BrokenLine(json_line(row)))
+        assert not add(log, 1)
+    add(log, 2)
+    (file,) = log.work.iterdir()
+    assert [row["number"] for row in map(json.loads, file.read_text().splitlines())] == [0, 2]
+
+
+class BrokenLine(str):
+    """A line of which less is written than there is."""
+
+    def encode(self) -> bytes:
+        class Short(bytes):
+            def __len__(self) -> int:
+                return super().__len__() + 1
+
+        return Short(super().encode()[:20])
+
+
+def test_rows_that_cannot_join_are_said_to_wait(folder, monkeypatch, caplog):
+    log = TrafficLog(folder, manifest())
+    add(log, 0)
+    with monkeypatch.context() as full:
+        full.setattr(traffic, "append_responses", lambda *_: exec("raise OSError(28, 'No space left on device')"))
+        log.close()
+    assert f"answers wait in {log.work}" in caplog.text
+    TrafficLog(folder, manifest()).close()
+    assert open_responses(folder).rows["number"] == [0]
 
 
 def test_a_servers_answers_are_a_corpus_of_its_target(shared, folder, monkeypatch):

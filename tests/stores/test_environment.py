@@ -1,6 +1,7 @@
 """How much of the machine other processes take."""
 
 import os
+import resource
 import time
 from pathlib import Path
 
@@ -47,3 +48,15 @@ def test_a_container_has_no_more_memory_than_its_limit(monkeypatch, tmp_path):
     for name, text in (("max", "3000000\n"), ("current", "2500000\n"), ("stat", "anon 5\ninactive_file 1500000\n")):
         (tmp_path / f"memory.{name}").write_text(text)
     assert host_memory() == (3000000, 2000000)
+
+
+def test_the_limit_on_open_files_is_raised_as_far_as_it_may():
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (200, hard))
+    try:
+        free = environment.free_files()
+        assert resource.getrlimit(resource.RLIMIT_NOFILE) == (hard, hard)
+        with Path("/dev/null").open(), Path("/dev/null").open():
+            assert environment.free_files() == free - 2
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))

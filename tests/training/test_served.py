@@ -12,7 +12,7 @@ import struct
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from multiprocessing.connection import Connection, answer_challenge, deliver_challenge
 from pathlib import Path
 from random import Random
@@ -218,6 +218,20 @@ def test_nonsense_and_slow_readers_stop_nobody(target, monkeypatch):
         with pytest.raises((OSError, EOFError)) as ended:
             list(iter(slow.recv_bytes, None))
         assert not isinstance(ended.value, BlockingIOError)
+
+
+def test_strangers_without_the_key_take_no_place_of_a_training(target, monkeypatch):
+    monkeypatch.setattr(states_server, "MOST_STRANGERS", 4)
+    monkeypatch.setattr(states_server, "MOST_CONNECTIONS", 1)
+    with serving(target) as address, ExitStack() as stack:
+        host, port = address.split(":")
+        strangers = [stack.enter_context(socket.create_connection((host, int(port)), 10)) for _ in range(40)]
+        server = HiddenStates(address, SECRET, 5)
+        assert server.features(ROWS[:1].long()).final_hidden.shape[:2] == (1, 16)
+        while strangers[0].recv(4096):  # its challenge, and the end
+            pass
+        with pytest.raises(UserError, match=r"has not answered for .* \(all its 1 connections are taken\)"):
+            HiddenStates(address, SECRET, 0.5)
 
 
 def test_a_server_that_stays_away_ends_the_training_in_one_sentence(target, caplog):
