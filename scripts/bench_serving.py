@@ -3,7 +3,7 @@
     python scripts/bench_serving.py --serve "target=smollm2 methods=[auto,autoregressive]" --prompts a.jsonl b.jsonl
     python scripts/bench_serving.py --base-url http://127.0.0.1:8000 --concurrency --rate 2    # any server, Poisson
     python scripts/bench_serving.py --serve "target=smollm2 methods=[auto,autoregressive]" --soak 10000
-    python scripts/bench_serving.py --serve "target=pystdlib-8l timeout_s=20" --strangers 64
+    python scripts/bench_serving.py --serve "target=pystdlib-8l timeout_s=20 memory=0.5" --strangers 64
 
 For each concurrency, and each `--rate` of requests per second that arrive at random, all methods answer the same
 requests in turns, in random order. TTFT is the time to the first text, TPOT the time of each further token of an

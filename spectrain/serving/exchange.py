@@ -60,6 +60,7 @@ class Exchange(Response):
         self.arrived_s = time.perf_counter()
         self.has_begun = False  # the answer
         self.n_running = self.n_unread = 0  # choices that the engine has; bytes that the client has not taken
+        self.took_s = 0.0  # when it took some, or there were none
         self._why = f"the request took longer than {service.limits.timeout_s:.0f} s"  # where it is given up
         self._choices: list[_Choice] = []  # that were handed to the worker; the others wait
         self._arrived: asyncio.Queue[tuple[_Choice, Emitted] | Exception] = asyncio.Queue()
@@ -114,11 +115,16 @@ class Exchange(Response):
     def _take(self, choice: _Choice, step: Emitted) -> None:
         """Keep a step until the client takes it."""
         self._arrived.put_nowait((choice, step))
-        self.n_unread += self._bytes_of(step)
+        self._hold(self._bytes_of(step))
         if step.generation is not None or step.error is not None:
             self.n_running -= 1
             self.service.fill_rows(self.method)
-        self.service.check_unread()
+
+    def _hold(self, n_bytes: int) -> None:
+        if not self.n_unread:
+            self.took_s = self._loop.time()
+        self.n_unread += n_bytes
+        self.service.check_unread(self._loop.time())
 
     def _bytes_of(self, step: Emitted) -> int:
         return len(step.tokens) * (TOKEN_BYTES + LOGPROB_BYTES * (self.fields.n_logprobs or 0))
@@ -210,15 +216,13 @@ class Exchange(Response):
             for name, values in (self._logprobs(choice, step.tokens, step.logprobs) or {}).items():
                 choice.logprobs.setdefault(name, []).append(to_json(values)[1:-1])
         parts = [*self._json()]
-        self.n_unread = sum(map(len, parts))
-        self.service.check_unread()
+        self._hold(sum(map(len, parts)))
         await self._begin("application/json", send, (b"content-length", str(self.n_unread).encode()))
         for part in parts:
             for start in range(0, len(part), PIECE_BYTES):  # each is sent when the client has taken those before
                 piece = part[start : start + PIECE_BYTES]
-                await send({"type": "http.response.body", "body": piece, "more_body": True})
-                self.n_unread -= len(piece)
-        await send({"type": "http.response.body", "body": b""})
+                await send({"type": "http.response.body", "body": piece, "more_body": len(piece) < self.n_unread})
+                self.n_unread, self.took_s = self.n_unread - len(piece), self._loop.time()
 
     def _json(self) -> Iterator[bytes]:
         """Yield the parts of a whole answer."""
@@ -249,6 +253,7 @@ class Exchange(Response):
             body = self._events(choice, step, pieces)
             if body:
                 await send({"type": "http.response.body", "body": body, "more_body": True})
+                self.took_s = self._loop.time()
         usage = self.fields.stream_options is not None and self.fields.stream_options.include_usage
         body = self.shape.event([], self._usage()) if usage else b""
         await send({"type": "http.response.body", "body": body + b"data: [DONE]\n\n"})

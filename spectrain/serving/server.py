@@ -58,7 +58,8 @@ LARGE_HELD = 4
 TOKEN_CHARACTERS, EDGE_TOKENS = 16, 8  # of a token, more than most have; of a cut text, that the whole may lack
 RETRY_S = 1  # after which a client that found the queue full should ask again
 AHEAD = 2  # choices in the engine's own queue, so that a row that becomes free is filled at once
-UNREAD_BYTES = 16 << 20  # of all answers, that clients have not taken
+UNREAD_BYTES = 8 << 20  # of all answers, that clients have not taken ..
+STUCK_S = 2.0  # .. beyond which they are given up that took nothing for so long
 
 
 @dataclass(frozen=True)
@@ -160,10 +161,11 @@ class Service:
             first.submit()
             held[first.client] += 1
 
-    def check_unread(self) -> None:
-        """Give up the client that leaves the most bytes unread, where all together leave too many."""
-        if sum(one.n_unread for one in self.open) > UNREAD_BYTES:
-            max(self.open, key=lambda one: one.n_unread).give_up()
+    def check_unread(self, now_s: float) -> None:
+        """Where all together leave too many bytes unread, give up who leaves the most of those that take none."""
+        stuck = [one for one in self.open if one.n_unread and now_s - one.took_s > STUCK_S]
+        if stuck and sum(one.n_unread for one in self.open) > UNREAD_BYTES:
+            max(stuck, key=lambda one: one.n_unread).give_up()
 
     async def _body(self, request: HttpRequest, holding: AsyncExitStack) -> bytearray:
         """Return the body. Where it is a large one, `holding` lets others come when it is done with."""

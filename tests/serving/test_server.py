@@ -477,6 +477,7 @@ def test_large_bodies_wait_for_each_other_and_small_ones_for_none(shared, monkey
 
 def test_the_client_that_leaves_most_unread_is_given_up(shared, monkeypatch):
     monkeypatch.setattr(server, "UNREAD_BYTES", 1_200_000)
+    monkeypatch.setattr(server, "STUCK_S", 0)
     body = {"prompt": "a", "temperature": 0, "max_tokens": 200, "logprobs": 20, "stream": True, "method": "gate"}
     with serving(shared / "target", send_buffer=4096) as served:
         served.gate.open.set()
@@ -484,6 +485,15 @@ def test_the_client_that_leaves_most_unread_is_given_up(shared, monkeypatch):
             wait_until(lambda: served.service.n_open == 1, 20)
             assert served.service.open[0].fields.n == 1
             assert b"DONE" not in client.recv(1 << 20)
+
+
+@pytest.mark.parametrize("stream", [True, False])
+def test_a_client_that_reads_may_have_an_answer_of_any_size(served, monkeypatch, stream):
+    monkeypatch.setattr(server, "UNREAD_BYTES", 1000)
+    body = {"prompt": "a", "temperature": 0, "max_tokens": 200, "logprobs": 20, "n": 4, "stream": stream}
+    text = served.http().post("/v1/completions", json=body).text
+    assert len(text) > 200_000
+    assert "was not read" not in text
 
 
 def test_a_request_that_takes_too_long_is_ended(small, monkeypatch):
