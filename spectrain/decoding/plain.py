@@ -33,13 +33,14 @@ def alterations(module: nn.Module) -> list:
     return [hook for hook in hooks if getattr(hook, "__module__", "") != RECORDERS]
 
 
-def describe(model: PreTrainedModel) -> dict[str, tuple]:
+def describe(model: PreTrainedModel) -> dict[str, object]:
     """Return what each module is, by its name: two models with equal descriptions and weights compute alike."""
-    described = {}
+    described = {"hooks of all modules": _has_any_global_hook()}
     for name, module in model.named_modules():
         facts = [one for one in vars(module).items() if type(one[1]) in (bool, int, float, str)]
         shapes = [(key, one.shape) for key, one in module._parameters.items() if one is not None]
-        described[name] = type(module), alterations(module), shapes, [one for one in facts if not IGNORED.match(one[0])]
+        facts = [one for one in facts if not IGNORED.match(one[0])]
+        described[name] = type(module), type(module).forward, alterations(module), shapes, facts
     return described
 
 

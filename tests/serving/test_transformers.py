@@ -15,6 +15,7 @@ import torch
 from scipy.stats import chisquare
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 from torch import nn
+from torch.nn.modules.module import register_module_forward_hook
 from torch.nn.utils.parametrize import register_parametrization
 from transformers import (
     CompileConfig,
@@ -364,6 +365,16 @@ def test_a_trained_drafter_follows_its_target_and_comes_back_from_hooks(model, o
         alter()
         assert torch.equal(ours(ONE, "spire"), model.generate(**ONE, max_new_tokens=N, eos_token_id=None))
     assert not torch.equal(ours(ONE, "spire"), before)
+
+
+def test_hooks_of_all_modules_and_changed_classes_are_noticed(model, ours, monkeypatch):
+    mlp, before = type(model.model.layers[0].mlp), ours(ONE, "lookup")
+    options, forward = {"max_new_tokens": N, "eos_token_id": None}, mlp.forward
+    with register_module_forward_hook(lambda module, args, x: x**3 if isinstance(module, nn.Linear) else None):
+        assert torch.equal(found := ours(ONE, "lookup"), model.generate(**ONE, **options))
+    monkeypatch.setattr(mlp, "forward", lambda self, x: 3 * forward(self, x))
+    assert torch.equal(ours(ONE, "lookup"), expected := model.generate(**ONE, **options))
+    assert not any(torch.equal(one, before) for one in (found, expected))
 
 
 def test_bfloat16_norms_that_are_changed_in_place_are_read(model, ours):
