@@ -32,6 +32,7 @@ class Service:
     """Answers each chat with `pieces`, sent `n_bytes` at a time, and remembers what was asked."""
 
     pieces, n_bytes, pause_s, refusal, is_cut, n_open = PIECES, 1 << 20, 0.0, None, False, 0
+    limits = Limits()
 
     def __init__(self) -> None:
         self.asked: list[dict] = []
