@@ -14,7 +14,7 @@ from fastapi.responses import JSONResponse, StreamingResponse
 
 from spectrain.serve import Server, bound, listen, port_of
 from spectrain.serving.protocol import ApiError
-from spectrain.serving.server import Access
+from spectrain.serving.server import Access, Limits
 
 playwright = pytest.importorskip("playwright.sync_api", reason="playwright is not installed")
 expect = playwright.expect
