@@ -8,19 +8,11 @@ from __future__ import annotations
 
 import copy
 import re
-from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
 from torch.nn.modules.module import _has_any_global_hook
 from transformers import PreTrainedModel
-
-from spectrain.decoding.kv_cache import KVCache
-from spectrain.decoding.tree import DraftTree
-from spectrain.errors import UserError
-
-if TYPE_CHECKING:
-    from spectrain.decoding.target import TargetModel
 
 RECORDERS = "transformers.utils.output_capturing"  # its hooks stay on a model and only copy what passes
 IGNORED = re.compile("_|training$|gradient_checkpointing$|name_or_path$")  # change nothing while texts are written
@@ -59,29 +51,3 @@ def why_not_plain(model: PreTrainedModel) -> str | None:
         return f"a forward or a hook of {foreign or 'all modules'} is none of transformers"
     name = next((name for name in (*found, *built) if found.get(name) != built.get(name)), None)
     return None if name is None else f"its {name or 'body'} has hooks, or is not the module that its config describes"
-
-
-@torch.inference_mode()
-def check_scores(target: TargetModel, n_tokens: int = 8) -> None:
-    """Raise UserError unless a forward over several tokens scores each as a forward over it alone does.
-
-    Hooks may do otherwise, for instance one that changes the last position of each call.
-    """
-    found, tokens, why = ([], []), 1 + torch.arange(n_tokens, device=target.device)[None], "than one by one"
-    try:
-        for logits, size in zip(found, (1, n_tokens), strict=True):
-            cache = KVCache(1, n_tokens=n_tokens)
-            target.prefill(tokens[:, :1], [1], cache, range(1))
-            for part in tokens[:, 1:].split(size, dim=1):
-                logits.append(target.score(DraftTree.chain(part[:, 0], part[:, 1:]), cache).logits.float())
-                cache.keep(part.shape[1])
-        alone, together = (torch.cat(logits, dim=1) for logits in found)
-        tolerance = (1e-3 if target.dtype.itemsize > 2 else 0.05) * float(alone.abs().max())
-        is_alike = torch.allclose(alone, together, rtol=0, atol=tolerance)
-    except Exception as error:  # of modules and hooks that we do not know
-        is_alike, why = False, f"than one by one, or not at all ({type(error).__name__}: {error})"
-    if not is_alike:
-        raise UserError(
-            f"the model or its hooks cannot verify drafts: several tokens in one call are computed otherwise {why}; "
-            "generate without custom_generate"
-        )

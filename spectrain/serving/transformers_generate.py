@@ -21,8 +21,10 @@ from transformers.generation import BaseStreamer, GenerateDecoderOnlyOutput, Sto
 
 from spectrain.decoding import Drafter, Sampling, TargetModel
 from spectrain.decoding.engine import Engine, Request
+from spectrain.decoding.kv_cache import KVCache
 from spectrain.decoding.loading import read_tokenizer
-from spectrain.decoding.plain import check_scores, describe
+from spectrain.decoding.plain import describe
+from spectrain.decoding.tree import DraftTree
 from spectrain.errors import UserError
 from spectrain.methods.loading import load_method
 
@@ -128,7 +130,7 @@ class _Kept(dict[Path, tuple[tuple, Drafter]]):
             on_cpu = model.device.type == "cpu" and model.dtype == torch.bfloat16  # where float32 is as fast, and exact
             target = TargetModel(model, read_tokenizer(export), dtype=torch.float32 if on_cpu else None)
             if target.engine == "transformers":
-                check_scores(target)
+                _check_scores(target)
             self[export] = state, load_method(export, target)
         return self[export][1]
 
@@ -195,3 +197,29 @@ def _sampling(config: GenerationConfig, processors: LogitsProcessorList) -> Samp
             raise UserError(f"{name} changes the logits of this model; generate without custom_generate")
         options[WARPERS[name]] = getattr(one, WARPERS[name])
     return Sampling(**options)
+
+
+@torch.inference_mode()
+def _check_scores(target: TargetModel, n_tokens: int = 8) -> None:
+    """Raise UserError unless a forward over several tokens scores each as a forward over it alone does.
+
+    Hooks may do otherwise, for instance one that changes the last position of each call.
+    """
+    found, tokens, why = ([], []), 1 + torch.arange(n_tokens, device=target.device)[None], "than one by one"
+    try:
+        for logits, size in zip(found, (1, n_tokens), strict=True):
+            cache = KVCache(1, n_tokens=n_tokens)
+            target.prefill(tokens[:, :1], [1], cache, range(1))
+            for part in tokens[:, 1:].split(size, dim=1):
+                logits.append(target.score(DraftTree.chain(part[:, 0], part[:, 1:]), cache).logits.float())
+                cache.keep(part.shape[1])
+        alone, together = (torch.cat(logits, dim=1) for logits in found)
+        tolerance = (1e-3 if target.dtype.itemsize > 2 else 0.05) * float(alone.abs().max())
+        is_alike = torch.allclose(alone, together, rtol=0, atol=tolerance)
+    except Exception as error:  # of modules and hooks that we do not know
+        is_alike, why = False, f"than one by one, or not at all ({type(error).__name__}: {error})"
+    if not is_alike:
+        raise UserError(
+            f"the model or its hooks cannot verify drafts: several tokens in one call are computed otherwise {why}; "
+            "generate without custom_generate"
+        )
