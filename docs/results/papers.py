@@ -100,8 +100,7 @@ def above_fixed(*sums: np.ndarray) -> np.ndarray:
 
 def write(paper: str) -> None:
     """Write the table from the runs that are there."""
-    counts, runs = read_counts(), sorted(RUNS.glob(f"{paper}-*/questions.jsonl"))
-    results = read_json(next(run.parent for run in runs if (run.parent / "results.json").is_file()) / "results.json")
+    counts, results = read_counts(), read_json(max(RUNS.glob("*/results.json"), key=lambda file: file.stat().st_mtime))
     pairs = [pair.split("-") for pair in PAIRS[paper].split() if all(one in counts for one in pair.split("-"))]
     shown = dict.fromkeys([name for pair in pairs for name in reversed(pair)] or HEADS + FIXED)
     kinds = sorted({category for category, _ in counts[next(iter(shown))]})
@@ -114,18 +113,9 @@ def write(paper: str) -> None:
             row += [f"{estimate(lambda t, f, d, n=n: (f, d)[n] / t, methods).value:.3f}" for n in (0, 1)]
         rows.append([*row, str(len(set.intersection(*(set(one) for one in methods))))])
     if paper == "specdecpp":
-        gaps = [estimate(above_fixed, [counts[name] for name in HEADS + FIXED], kind) for kind in (*kinds, None)]
-        asked = str(len(counts["specdecpp"]))
-        rows.append(
-            [
-                "discard rate less that of fixed lengths",
-                *(f"{g.value:.2f}" for g in gaps[:-1]),
-                str(gaps[-1]),
-                "",
-                "",
-                asked,
-            ]
-        )
+        *gaps, gap = (estimate(above_fixed, [counts[name] for name in HEADS + FIXED], kind) for kind in (*kinds, None))
+        row = ["discard rate less that of fixed lengths", *(f"{one.value:.2f}" for one in gaps), str(gap)]
+        rows.append([*row, "", "", str(len(counts["specdecpp"]))])
     columns = ["tau", *kinds, "all", *(["verification rate", "discard rate"] if paper == "specdecpp" else [])]
     facts = {
         "title": f"tau with paper={paper}",
