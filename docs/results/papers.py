@@ -30,7 +30,11 @@ OPTIONS = {  # of bench
     "sssd": ["methods=[rest,sssd_input,sssd_datastore,sssd]"],
     "spectra": [
         "variants=ablations",
-        "methods=[anpd,spectra_core,spectra_retrieval,spectra,no_forward,no_backward,no_sub_ngrams]",
+        "methods=[anpd,spectra_core,spectra_retrieval,spectra,no_forward,no_backward,no_sub_ngrams,"
+        "core_replace,core_threshold,core_both]",  # what our own options change
+        "+variants.core_replace={method: spectra_core, replace_prefixes: true}",
+        "+variants.core_threshold={method: spectra_core, threshold: 0.1}",
+        "+variants.core_both={method: spectra_core, replace_prefixes: true, threshold: 0.1}",
     ],
     "specdecpp": [  # the drafter of the shipped head is a SPIRe drafter, which therefore drafts the fixed lengths, too
         f"methods=[{','.join(HEADS + FIXED)}]",
@@ -42,7 +46,8 @@ PAIRS = {  # whose difference is estimated
     "logitspec": "logitspec-pld logitspec-lookahead logitspec-rest no_last_logits-logitspec no_retrieval-logitspec",
     "sssd": "sssd-sssd_input sssd-sssd_datastore sssd-rest",
     "spectra": "spectra-lookahead spectra-rest spectra-anpd spectra-spectra_core spectra-spectra_retrieval "
-    "spectra_core-lookahead no_forward-spectra_core no_backward-spectra_core no_sub_ngrams-spectra_core",
+    "spectra_core-lookahead no_forward-spectra_core no_backward-spectra_core no_sub_ngrams-spectra_core "
+    "core_replace-spectra_core core_threshold-spectra_core core_both-spectra_core core_both-lookahead",
     "specdecpp": "",
 }
 Counts = Mapping[tuple[str, str], Sequence[int]]  # (category, question) -> tokens, forwards, discarded tokens
@@ -86,15 +91,16 @@ def tau(tokens: np.ndarray, forwards: np.ndarray, _: np.ndarray, *others: np.nda
 
 
 def above_fixed(*sums: np.ndarray) -> np.ndarray:
-    """Discard rates of the heads less those of fixed lengths at the same verification rates, on average over heads."""
+    """Discard rates of the heads less those on the front of fixed lengths with as many target calls, on average."""
     tokens, forwards, discarded = np.moveaxis(np.reshape(sums, (len(HEADS + FIXED), 3, -1)), 1, 0)
     of_drafts = zip((forwards / tokens).T, (discarded / tokens).T, strict=True)
     n = len(HEADS)
     gaps = []
     for calls, discards in of_drafts:
-        order = calls[n:].argsort()
+        order = calls[n:].argsort()  # a length with more calls and more discards than another is not on the front
+        front = np.interp(calls[:n], calls[n:][order], np.minimum.accumulate(discards[n:][order]))
         inside = (calls[:n] >= calls[n:].min()) & (calls[:n] <= calls[n:].max())
-        gaps.append((discards[:n] - np.interp(calls[:n], calls[n:][order], discards[n:][order]))[inside].mean())
+        gaps.append((discards[:n] - front)[inside].mean())
     return np.array(gaps) if np.ndim(sums[0]) else gaps[0]
 
 
