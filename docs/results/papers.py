@@ -5,7 +5,7 @@
 The paper is logitspec, sssd, spectra or specdecpp. `limit` questions of each file in the folder are asked, four of each
 in a run, and the table is written after each run. The same command resumes after an interruption. Further arguments are
 options of the runs. Baselines of two papers, such as `rest`, are measured in the runs of one of them. Without `limit`
-the table is written from the runs that are there.
+the table is written from the runs that are there; that of `spire` from the run folder runs/papers/spire of a training.
 """
 
 from __future__ import annotations
@@ -104,8 +104,27 @@ def above_fixed(*sums: np.ndarray) -> np.ndarray:
     return np.array(gaps) if np.ndim(sums[0]) else gaps[0]
 
 
+def write_spire() -> None:
+    """Write the table of a training, of the run folder runs/papers/spire."""
+    result, begun = (read_json(RUNS / "spire" / name) for name in ("result.json", "run.json"))
+    typed = [one for one in begun["command"].split() if not one.startswith(("run_dir=", "out="))]
+    rows = [
+        [f"`spire` at {setting.replace(', ', ' and ')}", "{value:.3f} [{low:.3f}, {high:.3f}]".format(**one)]
+        for setting, one in result["tau"]["spire"].items()
+    ]
+    note = f"{result['steps']} steps, {result['tokens']:,} tokens; the tau that is expected at T = 1 on held-out rows: "
+    note += f"{result['metrics']['eval/tau_expected']:.3f}."
+    date = begun["attempts"][-1]["started"].split("T")[0]
+    facts = {"title": "tau with paper=spire", "date": date, "machine": "cpu (AMD EPYC), one thread"}
+    facts |= {"model": "pystdlib-8l", "dtype": "bfloat16 weights", "batch": "8", "threads": 1}
+    facts |= {"command": " ".join([*typed, f"run_dir={RUNS}/spire"]), "note": note}
+    write_json(FOLDER / "papers_spire.json", facts | {"columns": ["tau", "all"], "rows": rows})
+
+
 def write(paper: str) -> None:
     """Write the table from the runs that are there."""
+    if paper == "spire":
+        return write_spire()
     counts, results = read_counts(), read_json(max(RUNS.glob("*/results.json"), key=lambda file: file.stat().st_mtime))
     pairs = [pair.split("-") for pair in PAIRS[paper].split() if all(one in counts for one in pair.split("-"))]
     shown = dict.fromkeys([name for pair in pairs for name in reversed(pair)] or HEADS + FIXED)

@@ -19,7 +19,7 @@ COLUMNS = {
     "claim": "claim of the paper",
     "lab_8l": "ours on lab-8l",
     "smollm2": "ours on SmolLM2",
-    "preset": "SmolLM2 with the paper's options",
+    "preset": "with the paper's options",
     "verdict": "verdict",
     "why": "why",
 }
