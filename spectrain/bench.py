@@ -53,6 +53,8 @@ from spectrain.training.runs import RunFolder
 
 log = logging.getLogger(__name__)
 
+DECODING = ("verification", "max_length")  # options that all methods decode with
+
 
 def main(options: Bench) -> None:
     sampling = Sampling(**vars(options.sampling))
@@ -91,10 +93,11 @@ def measure(
     known, by_batch, on_gpu = facts(options, target, len(asked)), {}, target.device.type == "cuda"
     with interruptible(f"to resume in {run.path}"):
         for size in batch_sizes(options):
-            decoding = drawing | {"batch_size": size, "verification": options.verification}
+            decoding = drawing | {"batch_size": size} | {name: getattr(options, name) for name in DECODING}
             decoders = {name: partial(generate, target, drafter, **decoding) for name, drafter in drafters.items()}
             decoders |= {name: partial(baseline, **drawing) for name, baseline in baselines.items()}
-            benchmark = Benchmark(target, decoders, asked, prompt_ids, options.max_new_tokens, size, strict=on_gpu)
+            lengths = options.max_new_tokens, size, options.max_length
+            benchmark = Benchmark(target, decoders, asked, prompt_ids, *lengths, strict=on_gpu)
             rows = benchmark.run(run.path / "questions.jsonl")
             own = [row for row in rows if row.batch_size == size]
             judged = sampling.greedy, target.dtype == torch.float32, sampling.shares_noise
@@ -102,7 +105,7 @@ def measure(
             for name, drafter in drafters.items():
                 measured[name] |= {
                     "max_nodes": nodes_of(drafter),
-                    "warning": drafter.warning(sampling),
+                    "warning": drafter.warning(sampling, options.verification),
                     "why_plain": drafter.why_plain,
                     **(costs_on_gpu(target, drafter, [row for row in own if row.method == name]) if on_gpu else {}),
                 }
@@ -166,6 +169,8 @@ def check(options: Bench) -> None:
         check_whole("batch_size", size, 1)
         if options.peers and size != 1:
             raise UserError(f"peers decode one prompt at a time, not batch_size={size}; give batch_size=1")
+    if options.peers and options.max_length is not None:
+        raise UserError(f"peers know no max_length={options.max_length}; leave it out and give max_new_tokens")
     if options.method is not None and not registry.takes_all(options):
         raise UserError("method= measures one method with its options, methods= several; give one of them")
 
@@ -199,7 +204,7 @@ def build_baselines(
 
 def facts(options: Bench, target: TargetModel, n_questions: int) -> dict:
     """Collect what a reader needs to know to judge the numbers, or to repeat them."""
-    told = ("batch_size", "max_new_tokens", "max_nodes", "verification", "seed")
+    told = ("batch_size", "max_new_tokens", "max_nodes", "seed", *DECODING)
     return {
         **provenance(),
         "target": options.target.path,

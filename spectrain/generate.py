@@ -54,6 +54,7 @@ def main(options: Generate) -> None:
         sampling=sampling,
         seed=options.seed,
         verification=options.verification,
+        max_length=options.max_length,
         stop=tuple(options.stop),
     )
     console = Console(highlight=False, soft_wrap=True, quiet=not target.leads)

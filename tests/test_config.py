@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+from inspect import Parameter, signature
 from pathlib import Path
 
 import pytest
@@ -19,6 +20,8 @@ from spectrain import config
 from spectrain.cli import composed, expand_shorthands
 from spectrain.config import COMMANDS, GROUPS, conf_dir, options_of, plain
 from spectrain.errors import UserError
+from spectrain.methods.options import build_function
+from spectrain.methods.registry import method_config
 from tests.methods.lookup_export import MANIFEST, lookup_facts
 
 NEEDED = {"generate": ["prompt=x"]}  # without which a command does not compose
@@ -45,6 +48,16 @@ CHOICES = {
 @pytest.mark.parametrize(("choice", "command"), CHOICES.items())
 def test_every_preset_composes(choice, command):
     assert json.dumps(plain(options(command, choice)))
+
+
+@pytest.mark.parametrize("name", sorted({*files_of("method")} - {"spire_sssd"}))  # a preset of spire_tree
+def test_a_method_that_is_built_in_python_has_the_options_of_its_file(name):
+    """But for max_nodes and calibration, which Python leaves to the paper and to the caller."""
+    options = method_config(name)
+    parameters = signature(build_function(options)).parameters.items()
+    defaults = {name: one.default for name, one in parameters if one.default is not Parameter.empty}
+    shared = defaults.keys() & options.keys() - {"max_nodes", "calibration"}
+    assert {name: options[name] for name in shared} == {name: defaults[name] for name in shared}
 
 
 @pytest.mark.parametrize("name", files_of("exp"))

@@ -13,7 +13,7 @@ from spectrain.config import options_of
 from spectrain.errors import UserError
 from spectrain.methods.registry import method_configs
 
-TABLE = (Path(__file__).parent / "papers.txt").read_text()  # paper | command | values, written by hand
+TABLE = (Path(__file__).parent / "papers.txt").read_text()  # paper | command | values | where they stand, by hand
 TYPED = """
 train paper=spire k=8 +exp=spire optimizer.lr=0.1 | k=8 optimizer.lr=0.1 input=tied
 train +exp=spire +ablation=omega_025 paper=spire | omega=0.25 loss=mixed n_layer=quarter
@@ -27,7 +27,7 @@ bench paper=sssd method=sssd max_nodes=30 | method.max_prefix=4 max_nodes=30
 REFUSED = """
 generate paper=unknown | paper=unknown is unknown; choose among logitspec, specdecpp, spectra, spire, sssd
 train +exp=spire paper=sssd | paper=sssd says nothing of train +exp=spire, only of datastore, responses, generate, bench
-train +exp=target paper=spire | paper=spire says nothing of train +exp=target, only of train +exp=spire, train
+train +exp=specdecpp paper=spire | paper=spire says nothing of train +exp=specdecpp, only of train +exp=spire, train
 generate paper=spire method=pld,spire | method=pld,spire with paper=spire would need options of several methods;
 """
 
@@ -44,8 +44,8 @@ def check(command: str, wanted: str) -> None:
     assert {key: OmegaConf.select(cfg, key, throw_on_missing=True) for key in asked} == asked
 
 
-@pytest.mark.parametrize(("paper", "command", "wanted"), rows(TABLE))
-def test_a_preset_equals_the_paper_s_values(paper, command, wanted):
+@pytest.mark.parametrize(("paper", "command", "wanted", "source"), rows(TABLE))
+def test_a_preset_equals_the_paper_s_values(paper, command, wanted, source):
     check(f"{command} paper={paper}", wanted)
 
 

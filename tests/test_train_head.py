@@ -85,9 +85,12 @@ def test_a_head_is_trained_and_used(run, trained, tmp_path, monkeypatch):
     assert sum(b["positions"] for b in result["reliability"]) > 50
 
     sampled = ["sampling.temperature=0.8", "sampling.top_k=40"]
-    code, out, err = run("generate", "method=specdecpp", "prompt=def f", "max_new_tokens=9", "baseline=false", *sampled)
-    assert code == 0, err
-    assert "was trained for" not in err
+    for verification, warned in (("token", False), ("block", True)):
+        asked = "prompt=def f", "max_new_tokens=9", f"verification={verification}", *sampled
+        code, out, err = run("generate", "method=specdecpp", *asked)
+        assert code == 0, err
+        assert ("was trained for verification=token and is used with verification=block" in err) == warned
+        assert ("was trained for" in err) == warned
     code, out, err = run("generate", "method=specdecpp", "prompt=def f", "max_new_tokens=9", "baseline=false")
     assert code == 0, err
     assert "was trained for temperature 0.8, top_k 40 and is used for greedy" in err

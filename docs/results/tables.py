@@ -19,6 +19,7 @@ COLUMNS = {
     "claim": "claim of the paper",
     "lab_8l": "ours on lab-8l",
     "smollm2": "ours on SmolLM2",
+    "preset": "with the paper's options",
     "verdict": "verdict",
     "why": "why",
 }
@@ -39,8 +40,21 @@ def measured(name: str) -> str:
 
 
 def claims(paper: str) -> str:
-    """Return the table of one paper's claims."""
+    """Return the table of one paper's claims.
+
+    A claim's `preset` names rows of papers_<paper>.json. Where there are none, the verdict rests on our options.
+    """
     rows = json.loads((FOLDER / "claims.json").read_text())[paper]
+    file = FOLDER / f"papers_{paper}.json"
+    found = json.loads(file.read_text()) if file.is_file() else {"columns": ["all"], "rows": []}
+    place = found["columns"].index("all")
+    values = {row[0]: row[place] for row in found["rows"]}
+    for row in rows:
+        measured = [f"{name} {values[name]}" for name in row.get("preset", "").split(", ") if name in values]
+        link = " ([presets](benchmarks.md#with-the-papers-options))"
+        row["preset"] = "; ".join(measured) + link if measured else "not measured"
+        depends = row["verdict"] != "not measured" and row["smollm2"] != "does not depend on our target"
+        row["verdict"] += " (our options)" * (depends and not measured)
     return markdown(list(COLUMNS.values()), [[row[key] for key in COLUMNS] for row in rows])
 
 

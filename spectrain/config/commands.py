@@ -143,6 +143,7 @@ class Server:
 VERIFICATION = option(
     "block", "how drafts that were drawn are verified; token: as in the papers", one_of=("block", "token")
 )
+MAX_LENGTH = option(None, "the most tokens of a prompt and its reply together; null: as max_new_tokens says", least=2)
 CHAT = option("auto", "ask by the tokenizer's chat template; auto: if it has one", one_of=("auto",))
 BATCH_TOKENS = option(8192, "per forward, padding included; at least one row", least=1)
 SEED = option(0, "prompt i draws from a generator seeded by (seed, i)", least=0, most=2**32 - 1)
@@ -161,6 +162,7 @@ class Generate(Artifacts):
     chat: bool | str = CHAT
     max_new_tokens: int = option(160, "the most tokens of the continuation", least=1)
     stop: list[str] = option([], "texts that end the continuation; they are not printed", example="stop=[END]")
+    max_length: int | None = MAX_LENGTH
     verification: str = VERIFICATION
     seed: int = SEED
     baseline: bool = option(False, "true: also decode plainly, to show the speedup")
@@ -236,6 +238,7 @@ class Bench(Artifacts, Built):
     target: Target = group(Target)
     sampling: Sampling = group(Sampling)
     max_new_tokens: int = option(128, "the most tokens per reply", least=1)
+    max_length: int | None = MAX_LENGTH
     max_nodes: int | str | None = option(
         None,
         "nodes per step of every method that drafts trees; null: each method's own, which is auto; paper: as in the "

@@ -1,6 +1,6 @@
 """The options of trainings: those that all share, and those of each experiment (`+exp=...`).
 
-Values in brackets are the paper's.
+Values in brackets are the paper's, or those of seqax, the code that SPIRe's authors trained with (docs/papers.md).
 """
 
 from __future__ import annotations
@@ -64,12 +64,13 @@ class Served(Online):
 class Optimizer:
     name: str = option("adamw", "muon: matrices by Muon, the rest by AdamW", one_of=("adamw", "muon"))
     lr: float | None = option(None, "highest learning rate; null: lr_times_width / width of what is trained", above=0)
-    lr_times_width: float = option(1.28, "by which the learning rate falls with the width of the model", above=0)
-    weight_decay: float = option(0.1, "[0.1]", least=0)
-    betas: list[float] = option([0.9, 0.95], "[0.9, 0.95]", least=0, below=1)
+    lr_times_width: float = option(1.28, "by which the learning rate falls with the width [seqax: 1.536]", above=0)
+    weight_decay: float = option(0.1, "[seqax: 0.1]", least=0)
+    betas: list[float] = option([0.9, 0.95], "[seqax: 0.9, 0.95]", least=0, below=1)
     warmup_steps: int = option(30, "in which the learning rate rises", least=0)
-    warmup_share: float | None = option(None, "of all steps, in place of warmup_steps", least=0, below=1)
-    schedule: str = option("linear", "how the learning rate falls to 0", one_of=("linear", "cosine"))
+    warmup_share: float | None = option(None, "of all steps, in place of warmup_steps [seqax: 0.1]", least=0, below=1)
+    schedule: str = option("linear", "how the learning rate falls [seqax: cosine]", one_of=("linear", "cosine"))
+    final_share: float = option(0.0, "of the highest learning rate, at the last step [seqax: 0.1]", least=0, most=1)
 
 
 @dataclass
@@ -78,7 +79,7 @@ class Trainer:
 
     accelerator: str = option("auto", "auto | cpu | gpu")
     num_nodes: int = option(1, "machines", least=1)
-    gradient_clip_val: float | None = option(1.0, "largest norm of the gradient [1]", above=0)
+    gradient_clip_val: float | None = option(1.0, "largest norm of the gradient [seqax: 1]", above=0)
     accumulate_grad_batches: int | None = option(
         None,
         "batches per optimizer step; null: 1, or on a GPU as few as fit its memory; data.batch_size is divided by it",
@@ -205,6 +206,7 @@ class Spire:
         True, "memories of context tokens are the target's activations [true]; false needs feedback=false"
     )
     loss: str = option("mixed", "distill: omega = 1; hard: the text's tokens", one_of=("mixed", "distill", "hard"))
+    shifted_blocks: bool = option(True, "true: from the second epoch on blocks of k begin elsewhere in each [false]")
     omega: float = option(0.5, "share of the cross-entropy in the mixed loss [0.5]", least=0, most=1)
     export_dtype: str = option("bfloat16", "of the exported weights", one_of=("bfloat16", "float32"))
     optimizer: Optimizer = always(Optimizer())

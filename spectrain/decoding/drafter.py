@@ -44,8 +44,8 @@ class Drafter(ABC):
     drafts_chains = False  # which are scored faster than trees
     pace: int | None = None  # the size of its next draft, while its steps are timed; None: it chooses by itself
 
-    def warning(self, sampling: Sampling) -> str | None:
-        """Return what a reader must know of numbers that were measured under this sampling; None: nothing."""
+    def warning(self, sampling: Sampling, verification: str = "block") -> str | None:
+        """Return what a reader must know of numbers that are measured like this; None: nothing."""
         return None
 
     def prepare(self, target: TargetModel, sampling: Sampling, n_rows: int) -> None:  # noqa: B027

@@ -392,6 +392,7 @@ def stream(
     *,
     seed: int = 0,
     prompt_numbers: Sequence[int] | None = None,
+    max_length: int | None = None,
     batch_size: int = 1,
     stop_token_ids: Sequence[int] | None = None,
     stop: Sequence[str] = (),
@@ -412,6 +413,7 @@ def stream(
             many tokens are drawn from a draft model depends on the batch (max_nodes=auto). With `draws=shared` it is
             the same with any drafter.
         prompt_numbers: the numbers i; None: 0, 1, ...
+        max_length: maximum length of a prompt and its continuation; None: max_new_tokens is the only limit.
         batch_size: rows decoded together.
         stop_token_ids: tokens that end a text; None: the target's EOS ids, (): none.
         stop: a text ends with the token that completes one of these strings; needs the target's tokenizer.
@@ -427,17 +429,16 @@ def stream(
     """
     check_whole("max_new_tokens", max_new_tokens, 1)
     check_whole("batch_size", batch_size, 1)
-    for index, prompt in enumerate(prompts):
-        check_prompt(target, prompt, max_new_tokens, f"prompt {index}")
+    most = [check_prompt(target, prompt, max_new_tokens, f"prompt {i}", max_length) for i, prompt in enumerate(prompts)]
     if not prompts:
         return
     sampling = (sampling or Sampling()).drawn_by(drafter)
-    longest = max(map(len, prompts)) + max_new_tokens
+    longest = max(len(prompt) + new for prompt, new in zip(prompts, most, strict=True))
     options = {"stop_token_ids": stop_token_ids, "verification": verification, "draws": sampling.draws}
     options |= {"reads_in_pieces": False, "cache_block_tokens": cache_block_tokens, "max_length": longest}
     engine = Engine(target, drafter, min(batch_size, len(prompts)), **options)
-    for number, prompt in zip(prompt_numbers or range(len(prompts)), prompts, strict=True):
-        engine.submit(Request(prompt, max_new_tokens, sampling, seed, number, tuple(stop)))
+    for number, prompt, new in zip(prompt_numbers or range(len(prompts)), prompts, most, strict=True):
+        engine.submit(Request(prompt, new, sampling, seed, number, tuple(stop)))
     try:
         while engine.has_work:
             for emitted in engine.step(rehearses=True):
@@ -448,8 +449,22 @@ def stream(
         engine.close()
 
 
-def check_prompt(target: TargetModel, prompt: Sequence[int], max_new_tokens: int, name: str = "the prompt") -> None:
-    """Raise UserError unless the target can continue these token ids by max_new_tokens."""
+def check_prompt(
+    target: TargetModel,
+    prompt: Sequence[int],
+    max_new_tokens: int,
+    name: str = "the prompt",
+    max_length: int | None = None,
+) -> int:
+    """Return by how many tokens these ids are continued: max_new_tokens, or fewer where max_length ends the text.
+
+    Raises:
+        UserError: the target cannot continue them so far, or max_length leaves no token.
+    """
+    if max_length is not None:
+        max_new_tokens = min(max_new_tokens, max_length - len(prompt))
+    if max_new_tokens < 1:
+        raise UserError(f"{name} has {len(prompt)} tokens, which leave none of max_length={max_length}; raise it")
     if not len(prompt):
         raise UserError(f"{name} is empty; give at least one token")
     wrong = [token for token in (min(prompt), max(prompt)) if not 0 <= token < target.vocab_size]
@@ -463,3 +478,4 @@ def check_prompt(target: TargetModel, prompt: Sequence[int], max_new_tokens: int
             f"{name} has {len(prompt)} tokens and max_new_tokens={max_new_tokens}, but the target's context holds "
             f"{target.limit}; shorten the prompt or lower max_new_tokens"
         )
+    return max_new_tokens

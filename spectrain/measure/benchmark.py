@@ -48,6 +48,7 @@ class Benchmark:
     prompt_ids: Callable[[Question, Sequence[Sequence[int]]], list[int]]  # of the next turn, and replies so far
     max_new_tokens: int  # of a reply
     batch_size: int = 1  # rows decoded together
+    max_length: int | None = None  # of a prompt with its reply
     strict: bool = False  # an answer fails during which something was compiled, recorded or timed; as on a GPU
 
     def run(self, file: Path) -> list[QuestionRow]:
@@ -148,7 +149,7 @@ class Benchmark:
                     continue
                 prompt = self.prompt_ids(question, [g.tokens for g in replies[n]])
                 try:
-                    check_prompt(self.target, prompt, max_new_tokens)
+                    check_prompt(self.target, prompt, max_new_tokens, max_length=self.max_length)
                     playing[n] = prompt
                 except UserError as error:  # only this question fails, not its batch
                     failed[n] = failed_row(question, name, f"{type(error).__name__}: {error}")

@@ -104,8 +104,8 @@ class Auto(Drafter):
     def max_positions(self) -> int:
         return min(arm.drafter.max_positions for arm in self.taking_part)
 
-    def warning(self, sampling: Sampling) -> str | None:
-        return next(filter(None, (arm.drafter.warning(sampling) for arm in self.tried)), None)
+    def warning(self, sampling: Sampling, verification: str = "block") -> str | None:
+        return next(filter(None, (arm.drafter.warning(sampling, verification) for arm in self.tried)), None)
 
     def prepare(self, target: TargetModel, sampling: Sampling, n_rows: int) -> None:
         table = Table.of(target)

@@ -53,8 +53,8 @@ class ChainDrafter(CountingDrafter):
         """Lengths of chains whose seconds are measured."""
         return tuple(g for g in (0, 1, 2, 3, 4, 6, 8, 12, 16, 20) if g <= self.gamma)
 
-    def warning(self, sampling: Sampling) -> str | None:
-        return None if self.stop is None else self.stop.warning(sampling)
+    def warning(self, sampling: Sampling, verification: str = "block") -> str | None:
+        return None if self.stop is None else self.stop.warning(sampling, verification)
 
     def replays(self, context: Context, graphs: Graphs | None, vocab_size: int) -> bool:
         """Whether `replayed` can draw for these rows: a graph has the options of rows inside."""

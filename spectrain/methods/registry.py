@@ -232,7 +232,7 @@ def build_methods(
         kinds = artifact_kinds(options).values()
         may_lack = command.method is None and takes_all(command) and set(kinds) - given.keys()
         try:
-            built[name] = warned(build_method(options, target, given), sampling)
+            built[name] = warned(build_method(options, target, given), sampling, command)
         except UserError as error:
             if not may_lack:
                 raise UserError(f"{name}: {error}") from error
@@ -266,11 +266,11 @@ def build_given(
 def build_configured(command: Generate | Responses, target: TargetModel, sampling: Sampling) -> Drafter:
     """Build the method of a command, see `build_given`."""
     folders = {option: getattr(command, option) for option in FOLDERS}
-    return warned(build_given(OmegaConf.create(command.method), target, folders), sampling)
+    return warned(build_given(OmegaConf.create(command.method), target, folders), sampling, command)
 
 
-def warned(drafter: Drafter, sampling: Sampling) -> Drafter:
-    """Say in the log what a user of this method must know under this sampling."""
-    if warning := drafter.warning(sampling):
+def warned(drafter: Drafter, sampling: Sampling, command: object) -> Drafter:
+    """Say in the log what a user of this method must know under the sampling and verification of the command."""
+    if warning := drafter.warning(sampling, getattr(command, "verification", "block")):
         log.warning("%s", warning)
     return drafter

@@ -76,7 +76,7 @@ def build(
     target: TargetModel,
     head: str,
     drafter: str | None = None,
-    threshold: Share = 0.5,
+    threshold: Share = 0.7,
     min_candidates: Whole = 1,
     max_candidates: Whole = 20,
     judge: Literal["current", "previous"] = "current",

@@ -55,6 +55,9 @@ class CoreOptions:
     sub_ngrams: bool = True  # False: only whole candidates enter the dictionaries
     pool_from_prompt: bool = False  # True: the prompt's n-grams enter the dictionaries, too
     pool_from_output: bool = True  # False: those of the text that was written do not, as in the paper
+    # True: a sequence takes the place of its own prefix, the newest come first, and a guess is kept for the backward
+    # dictionary. False, as Algorithm 1 prints it: all are appended, the oldest come first, and the first G are taken.
+    replace_prefixes: bool = True
 
     def __post_init__(self) -> None:
         if not (self.forward or self.backward):
@@ -150,7 +153,8 @@ class CoreRow:
         # Token j of candidate i stands at j W + i. Algorithm 1, line 3, does not say what the random tokens are drawn
         # from; Lookahead's are the prompt's.
         self.candidates = self.random.choices(prompt, k=others * n_candidates)
-        self.ngrams = NgramStorage(others, options.max_guesses - 1, options.sub_ngrams)
+        most = options.max_guesses - options.replace_prefixes
+        self.ngrams = NgramStorage(others, most, options.sub_ngrams, options.replace_prefixes)
         if options.pool_from_prompt:
             for start in range(max(1, len(prompt) - others)):
                 self.ngrams.enter(tuple(prompt[start : start + options.ngram_tokens]))
@@ -159,11 +163,17 @@ class CoreRow:
         """Add forward guesses, the newest first, then the backward guess. Return how many: at most G.
 
         The backward guess is the best one but comes last (line 15), so its nodes are reserved: it is cut only where the
-        whole tree is smaller.
+        whole tree is smaller. Without `replace_prefixes` it has no place if there are G forward guesses.
         """
         backward = self.ngrams.backward_guess(self.tail) if self.options.backward else []
         backward = backward[: min(tree.n_free, tree.max_depth)]
         forward = self.ngrams.forward_guesses(tree.tokens[0]) if self.options.forward else []
+        if not self.options.replace_prefixes:
+            for age, guess in enumerate(forward):
+                tree.add(guess, Source.FORWARD, kind=min(age, BACKWARD - 1))
+            has_place = bool(backward) and len(forward) < self.options.max_guesses
+            tree.add(backward if has_place else (), Source.BACKWARD, kind=BACKWARD)
+            return len(forward) + has_place
         in_tree = 0  # tokens of the backward guess that stand in the tree
         for age, guess in enumerate(forward):
             shared, kind = n_equal(guess, backward), min(age, BACKWARD - 1)
@@ -202,11 +212,13 @@ class NgramStorage:
         max_key_tokens: of the backward dictionary, N - 1.
         max_forward: sequences kept for each key of the forward dictionary: G - 1, room for the backward guess.
         sub_ngrams: False: only whole sequences enter.
+        replace_prefixes: False: the first `max_forward` sequences are kept, as they come; see `CoreOptions`.
     """
 
-    def __init__(self, max_key_tokens: int, max_forward: int, sub_ngrams: bool):
+    def __init__(self, max_key_tokens: int, max_forward: int, sub_ngrams: bool, replace_prefixes: bool = True):
         self.max_key_tokens, self.max_forward, self.sub_ngrams = max_key_tokens, max_forward, sub_ngrams
-        self.forward: dict[int, dict[tuple[int, ...], None]] = {}  # token -> ordered set, the newest last
+        self.replace_prefixes = replace_prefixes
+        self.forward: dict[int, dict[tuple[int, ...], None] | list[tuple[int, ...]]] = {}  # token -> the newest last
         self.backward: dict[tuple[int, ...], int] = {}
         self._new_keys: list[int] = []
 
@@ -223,8 +235,12 @@ class NgramStorage:
     def _enter_forward(self, key: int, sequence: tuple[int, ...]) -> None:
         sequences = self.forward.get(key)
         if sequences is None:
-            sequences = self.forward[key] = {}
+            sequences = self.forward[key] = {} if self.replace_prefixes else []
             self._new_keys.append(key)
+        if not self.replace_prefixes:
+            if len(sequences) < self.max_forward:  # of those behind the first G none is ever a guess
+                sequences.append(sequence)
+            return
         # What the candidate had entered one step ago, before it grew: it guesses nothing else and would take a place.
         sequences.pop(sequence[:-1], None)
         remember(sequences, sequence, self.max_forward)
@@ -235,8 +251,9 @@ class NgramStorage:
         return keys
 
     def forward_guesses(self, root: int) -> list[tuple[int, ...]]:
-        """What followed the root, the newest first."""
-        return list(reversed(self.forward.get(root, ())))
+        """What followed the root, the newest first; without `replace_prefixes` the oldest first."""
+        found = self.forward.get(root, ())
+        return list(reversed(found) if self.replace_prefixes else found)
 
     def backward_guess(self, tail: Iterable[int]) -> list[int]:
         """Algorithm 1, lines 8 to 14: token by token by the longest known suffix, up to N tokens or until none is."""

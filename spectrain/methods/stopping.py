@@ -37,8 +37,8 @@ class StopRule:
     min_candidates = 1
     draft_forwards = 0  # of the drafter, for all rows of a batch together, as `draft_chain` counts them
 
-    def warning(self, sampling: Sampling) -> str | None:
-        """Why its verdicts may be off under this sampling."""
+    def warning(self, sampling: Sampling, verification: str) -> str | None:
+        """Why its verdicts may be off under this sampling and verification."""
         return None
 
     def begin(self, n_rows: int, device: torch.device) -> State:
@@ -122,7 +122,7 @@ class HeadStop(StopRule):
         threshold: h, in (0, 1).
         min_candidates: tokens that are drafted whatever the head says; the reference has 2.
         judge: see above.
-        why_off: says of a sampling why the head's probabilities are off under it.
+        why_off: says of a sampling and a verification why the head's probabilities are off under them.
     """
 
     needs_hidden = True
@@ -133,7 +133,7 @@ class HeadStop(StopRule):
         threshold: float,
         min_candidates: int = 1,
         judge: str = "current",
-        why_off: Callable[[Sampling], str | None] | None = None,
+        why_off: Callable[[Sampling, str], str | None] | None = None,
     ) -> None:
         self.head = head.eval()
         self.why_off = why_off
@@ -143,8 +143,8 @@ class HeadStop(StopRule):
             isinstance(block, RowsLinear) and block.fits for block in head.blocks
         )
 
-    def warning(self, sampling: Sampling) -> str | None:
-        return None if self.why_off is None else self.why_off(sampling)
+    def warning(self, sampling: Sampling, verification: str) -> str | None:
+        return None if self.why_off is None else self.why_off(sampling, verification)
 
     def begin(self, n_rows: int, device: torch.device) -> State:
         """The probability that every token so far is accepted; judge="previous": whether the next token is the last."""

@@ -84,12 +84,20 @@ class HeadFacts:
     w_acc: float = 1.0  # weight of acceptances in the loss
     rollout_tokens: int | None = None  # of a SPIRe drafter: the head was trained on drafts shorter than this
 
-    def why_off(self, folder: Path | str, sampling: Sampling) -> str | None:
-        """Return a warning if the head at `folder` was trained for another sampling; None: it was not."""
+    def why_off(self, folder: Path | str, sampling: Sampling, verification: str) -> str | None:
+        """Return a warning if the head at `folder` was trained for another sampling or verification; None: it was not.
+
+        Its labels are the probabilities of verification token by token.
+        """
         if sampling.shares_noise:
             return f"head={folder} was trained for tokens that are drawn, and sampling.draws=shared accepts others"
         if sampling.same_distribution(self.sampling):
-            return None
+            if verification == "token" or sampling.greedy:  # of greedy drafts both verifications accept the same
+                return None
+            return (
+                f"head={folder} was trained for verification=token and is used with verification={verification}, which "
+                "accepts more than it expects"
+            )
         return (
             f"head={folder} was trained for {self.sampling.describe()} and is used for {sampling.describe()}: its "
             "probabilities are those of another acceptance"

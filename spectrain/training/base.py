@@ -213,8 +213,13 @@ class Experiment(ABC):
         if config["max_steps"] is not None:
             return config["max_steps"]
         n_rows_read = config["tokens_per_parameter"] * n_trained / data["row_tokens"]
-        if n_rows is not None:
-            n_rows_read = min(n_rows_read, MOST_PASSES * n_rows)
+        if n_rows is not None and n_rows_read > MOST_PASSES * n_rows:
+            log.warning(
+                "tokens_per_parameter=%g asks for %.0f passes over the text, but at most %d are made; give more "
+                "text or max_steps",
+                *(config["tokens_per_parameter"], n_rows_read / n_rows, MOST_PASSES),
+            )
+            n_rows_read = MOST_PASSES * n_rows
         return max(1, round(n_rows_read / (data["batch_size"] * config["trainer"]["accumulate_grad_batches"])))
 
     @property

@@ -73,11 +73,11 @@ def is_matrix(name: str, parameter: nn.Parameter) -> bool:
 
 
 def warmup_then_down(optimizer: Optimizer, settings: OptimizerSettings, steps_of_run: Callable[[], int]) -> LambdaLR:
-    """Learning rate: up linearly over the warm-up, then down to zero at the run's end, linearly or as a half cosine.
+    """Learning rate: up linearly over the warm-up, then down to `final_share` of it, linearly or as a half cosine.
 
     `steps_of_run` is asked at each step, because with `hours` the number is known only after the first ones.
     """
-    shape = SCHEDULES[settings.schedule]
+    shape, final = SCHEDULES[settings.schedule], settings.final_share
 
     def factor(step: int) -> float:
         total_steps = steps_of_run()
@@ -87,6 +87,6 @@ def warmup_then_down(optimizer: Optimizer, settings: OptimizerSettings, steps_of
             warmup_steps = round(settings.warmup_share * total_steps)
         if step < warmup_steps:
             return (step + 1) / (warmup_steps + 1)
-        return shape(max(0.0, (total_steps - step) / max(1, total_steps - warmup_steps)))
+        return final + (1 - final) * shape(max(0.0, (total_steps - step) / max(1, total_steps - warmup_steps)))
 
     return LambdaLR(optimizer, factor)

@@ -54,6 +54,8 @@ NOT_HASHED_OF = {
     "target": ("device", "parallel", "tp"),
     "data": ("address", "timeout_s"),
 }
+# Options that came later, with the values by which runs of earlier versions were made: at them they are not hashed.
+LATER = {"shifted_blocks": True, "max_length": None, "optimizer": {"final_share": 0.0}}
 
 
 @dataclass(frozen=True)
@@ -336,4 +338,13 @@ def hashed(config: Mapping) -> dict:
             if name == "trainer" and "deepspeed" not in str(node.get("strategy")):  # others share their checkpoints
                 left_out = (*left_out, "strategy")
             kept[name] = {key: value for key, value in node.items() if key not in left_out}
-    return kept
+    return _without(kept, LATER)
+
+
+def _without(config: Mapping, defaults: Mapping) -> dict:
+    """Return the options of a config that do not have these values."""
+    return {
+        name: _without(value, default) if isinstance(default := defaults.get(name), Mapping) else value
+        for name, value in config.items()
+        if name not in defaults or value != defaults[name]
+    }

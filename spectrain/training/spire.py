@@ -53,10 +53,11 @@ class SpireTraining(Training):
         optimizer: OptimizerSettings,
         seed: int = 0,
         fits_input: bool = True,
+        shifted_blocks: bool = True,
     ) -> None:
         target = target.with_capture(drafter.config.captured_layers)
         super().__init__(optimizer, ValidationSums(drafter.config.k), target)
-        self.drafter, self.loss_settings, self.seed = drafter, loss, seed
+        self.drafter, self.loss_settings, self.seed, self.shifted_blocks = drafter, loss, seed, shifted_blocks
         self.fits_input = fits_input and drafter.config.input != "tied"  # one that was trained before has its input
 
     @torch.no_grad()
@@ -124,7 +125,8 @@ class SpireTraining(Training):
         return self.drafter.config.shape.hidden_size
 
     def training_step(self, batch: RowBatch, batch_idx: int) -> Tensor:
-        first_root = root_of_epoch(self.drafter.config.k, self.seed, self.current_epoch)
+        epoch = self.current_epoch if self.shifted_blocks else 0
+        first_root = root_of_epoch(self.drafter.config.k, self.seed, epoch)
         parts = self.parts(batch, first_root, is_exact=False)
         return self.summed(
             loss=(parts.loss * parts.weight, parts.weight),
@@ -182,7 +184,8 @@ class SpireExperiment(Experiment):
     def training(self, drafter: SpireDrafter, is_new: bool) -> SpireTraining:
         """The training of a drafter, `is_new` where its input is fitted first."""
         loss = LossSettings(self.config["loss"], self.config["omega"])
-        return SpireTraining(drafter, self.target, loss, self.optimizer, self.config["seed"], is_new)
+        shifted = self.config.get("shifted_blocks", True)  # runs of earlier versions lack it
+        return SpireTraining(drafter, self.target, loss, self.optimizer, self.config["seed"], is_new, shifted)
 
     def new(self, rows: Rows) -> SpireDrafter:
         """A new drafter, to be trained on these rows."""

@@ -171,6 +171,14 @@ def test_length_is_cut_inside_an_accepted_block(llama, max_new_tokens):
     assert sum(generation.accepted) + generation.sources.count(Source.ROOT) == max_new_tokens
 
 
+def test_a_text_ends_where_prompt_and_reply_have_the_greatest_length(llama):
+    target, prompts = llama[0], random_prompts([5, 9, 10])
+    found = generate(target, Autoregressive(), prompts, 4, stop_token_ids=(), max_length=11, batch_size=3)
+    assert [len(one.tokens) for one in found] == [4, 2, 1]
+    with pytest.raises(UserError, match="prompt 1 has 9 tokens, which leave none of max_length=9; raise it"):
+        generate(target, Autoregressive(), prompts, 4, max_length=9)
+
+
 def test_the_whole_context_can_be_filled_by_a_drafter_that_ignores_the_room():
     model = tiny_model("llama", max_position_embeddings=16)
     prompt = random_prompts([6])[0]

@@ -119,6 +119,8 @@ def test_a_conversation_too_long_for_the_target_leaves_its_batch_alone(target):
     assert "has 300 tokens and max_new_tokens=4, but the target's context holds 256" in grows.error
     assert grows.error == long.error
     assert grows.replies == []
+    (rows,) = replace(bench, max_length=300).groups(set())
+    assert ["leave none of max_length=300" in (row.error or "") for row in rows] == [False, True, True]
 
 
 def test_what_fails_in_a_batch_fails_for_its_group(target):

@@ -242,13 +242,16 @@ def test_a_run_is_named_by_what_was_asked_and_goes_on_as_it_began(tmp_path, monk
         RunFolder.find(asked | {"run_dir": str(first.path), "data": asked["data"] | {"batch_size": 4}})
 
 
-def test_steps_follow_from_parameters_and_text():
+def test_steps_follow_from_parameters_and_text(caplog):
     config = config_of(
         "+exp=spire", "tokens_per_parameter=2", "data.row_tokens=100", "trainer.accumulate_grad_batches=5"
     )
     steps = partial(Experiment.steps_of, SimpleNamespace(config=config))
     assert steps(10_000) == 2 * 10_000 / (4 * 5 * 100)
-    assert steps(10_000, n_rows=8) == 10 * 8 / (4 * 5)  # ten passes over the text
+    assert steps(10_000, n_rows=20) == steps(10_000)  # ten passes over the text
+    assert not caplog.text
+    assert steps(10_000, n_rows=8) == 10 * 8 / (4 * 5)
+    assert "tokens_per_parameter=2 asks for 25 passes over the text, but at most 10 are made" in caplog.text
     assert partial(Experiment.steps_of, SimpleNamespace(config=config | {"max_steps": 7}))(10_000) == 7
 
 

@@ -4,6 +4,7 @@ import random
 
 import pytest
 
+from spectrain.decoding import Source
 from spectrain.errors import UserError
 from spectrain.methods.spectra_core import CoreOptions, CoreRow, NgramStorage, SpectraCore, build
 from spectrain.retrieval.candidate_tree import CandidateTree
@@ -125,6 +126,38 @@ def test_guesses_of_both_dictionaries_the_backward_one_last():
         assert tree.sources[1:] == sources
         for guess in guesses:
             assert spelled(tree, guess)
+
+
+def test_without_replaced_prefixes_guesses_are_those_of_algorithm_1_as_printed():
+    N, W, G, rng = 4, 3, 5, random.Random(0)
+    row = CoreRow([1, 2, 3], CoreOptions(N, W, G, replace_prefixes=False, pool_from_output=False), n_candidates=W)
+    c, x, s_fwd, s_bwd, n_cut = [row.candidates[i::W] for i in range(W)], [1, 2, 3], {}, {}, 0
+    for _ in range(60):
+        guesses, u = list(s_fwd.get(x[-1], [])), []
+        for _ in range(N):  # lines 9 to 14
+            known = [s_bwd[key] for k in range(N - 1, 0, -1) if (key := tuple([*x, *u][-k:])) in s_bwd]
+            u += known[:1]
+            if not known:
+                break
+        guesses = [guess for guess in [*guesses, tuple(u)] if guess][:G]  # lines 15 to 17
+        n_cut += bool(u) and tuple(u) not in guesses
+        tree = CandidateTree(x[-1], 200, 50)
+        assert row.add_guesses(tree) == len(guesses)
+        wanted = CandidateTree(x[-1], 200, 50)
+        for guess in guesses:
+            wanted.add(guess, Source.FORWARD)
+        assert (tree.tokens, tree.parents) == (wanted.tokens, wanted.parents)
+        new = rng.choices(range(9), k=W)
+        for i in range(W):  # lines 35 to 43
+            c[i] = [*c[i], new[i]]
+            for j in range(N - 1):
+                s_fwd.setdefault(c[i][j], []).append(tuple(c[i][j + 1 :]))
+                s_bwd[tuple(c[i][: j + 1])] = c[i][j + 1]
+            c[i] = c[i][1:]
+        row.predicted(new)
+        x += [rng.randrange(9)]
+        row.extend(x[-1:])
+    assert n_cut > 5
 
 
 def spelled(tree: CandidateTree, guess) -> bool:

@@ -54,6 +54,11 @@ def test_a_saved_head_is_read_back_whole(tmp_path, target, kind):
     states = torch.randn(5, opened.states.hidden_size)
     assert torch.equal(head(states), again(states))
     assert build(target, str(folder), str(drafter)).gamma == 20
+    asked = [(facts.sampling, "token"), (facts.sampling, "block"), (Sampling(), "token"), (Sampling(), "block")]
+    warnings = [build(target, str(folder), str(drafter)).warning(*one) for one in asked]
+    assert [None if one is None else one.split(" is used ")[1][:12] for one in warnings] == [
+        None, "with verific", "for greedy: ", "for greedy: ",
+    ]  # fmt: skip
 
 
 @pytest.mark.parametrize(("draft_dtype", "nearly"), [("int8", 0.02), ("float32", 1e-6)])

@@ -196,6 +196,16 @@ def test_cosine_schedule_with_a_share_of_warm_up():
     assert rates[2:] == sorted(rates[2:], reverse=True)
 
 
+@pytest.mark.parametrize(("shape", "expected"), [("linear", [1.0, 0.55, 0.1]), ("cosine", [1.0, 0.55, 0.1])])
+def test_a_schedule_ends_at_its_final_share(shape, expected):
+    """By hand: without warm-up, at 0, 1/2 and all of the steps; a quarter of a half cosine is (1 + cos 45) / 2."""
+    settings = OptimizerSettings(lr=1.0, warmup_steps=0, schedule=shape, final_share=0.1)
+    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=1.0)
+    rates = warmup_then_down(optimizer, settings, lambda: 8).lr_lambdas[0]
+    assert [rates(step) for step in (0, 4, 8)] == pytest.approx(expected)
+    assert rates(2) == pytest.approx({"linear": 0.775, "cosine": 0.1 + 0.9 * (1 + 0.5**0.5) / 2}[shape])
+
+
 def test_batches_of_like_length_see_every_row_once_and_pad_little():
     lengths = [10 + (37 * i) % 200 for i in range(230)]
     ranks = [SeededLoader(list, 230, 8, 3, (rank, 2), lengths) for rank in (0, 1)]

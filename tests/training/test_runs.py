@@ -88,6 +88,20 @@ def test_another_config_is_refused_and_named(tmp_path):
         find(tmp_path, "max_steps=7")
 
 
+def test_options_that_came_later_leave_runs_of_earlier_versions_as_they_were(tmp_path):
+    now = config_of("+exp=spire")
+    before = {key: value for key, value in now.items() if key != "shifted_blocks"}
+    before["optimizer"] = {key: value for key, value in now["optimizer"].items() if key != "final_share"}
+    assert RunFolder.path_of(before) == RunFolder.path_of(now)
+    for changed in ("optimizer.final_share=0.1", "shifted_blocks=false"):
+        assert RunFolder.path_of(config_of("+exp=spire", changed)) != RunFolder.path_of(now)
+    place = {"run_dir": str(tmp_path / "run")}
+    RunFolder.find(before | place).begin()
+    with RunFolder.claim(now | place, settle=lambda config: config) as run:
+        assert run.resumes
+        assert run.config["optimizer"].get("final_share", 0.0) == 0.0
+
+
 def test_a_training_may_go_on_elsewhere_but_a_measurement_may_not():
     here, there = ({"device": one, "parallel": "none", "tp": None, "path": "x"} for one in ("cpu", "cuda"))
     trainings = [{"kind": "spire", "run_dir": None, "trainer": {"devices": 1}, "target": one} for one in (here, there)]
