@@ -105,18 +105,20 @@ def clean(text: str) -> str:
     return SURROGATE.sub("\ufffd", text)
 
 
-def clean_all(value: object) -> object:
-    """Return a value with all its texts cleaned, without the nulls that Arrow puts for names that a row lacks."""
+def clean_all(value: object, of_arrow: bool = True) -> object:
+    """Return a value with all its texts cleaned, and without the nulls that Arrow puts for names that a row lacks."""
     if isinstance(value, Mapping):
-        return {clean(key): clean_all(one) for key, one in value.items() if one is not None}
+        kept = {key: one for key, one in value.items() if one is not None or not of_arrow}
+        return {clean(key): clean_all(one, of_arrow) for key, one in kept.items()}
     if isinstance(value, list):
-        return [clean_all(one) for one in value]
+        return [clean_all(one, of_arrow) for one in value]
     return clean(value) if isinstance(value, str) else value
 
 
 def parsed(value: object) -> object:
-    """Return what a text holds as JSON; what is none stays as it is."""
+    """Return what a text holds as JSON, where a null is meant; what is none stays as it is."""
     try:
-        return clean_all(json.loads(value) if isinstance(value, str) and value.strip() else value or None)
+        is_text = isinstance(value, str) and value.strip()
+        return clean_all(json.loads(value), of_arrow=False) if is_text else clean_all(value or None)
     except (ValueError, RecursionError):
         return clean_all(value)

@@ -183,7 +183,8 @@ def test_rejected_replies_are_kept_out_of_a_corpus_and_their_prompts_are_asked(t
 
 
 def test_calls_have_objects_as_arguments_without_nulls_of_arrow_and_halves_of_characters():
-    for given, expected in ((None, {}), ({"a": None, "b": 1}, {"b": 1}), ({"q": "\ud83d"}, {"q": "\ufffd"})):
+    cases = [(None, {}), ({"a": None, "b": 1}, {"b": 1}), ({"q": "\ud83d"}, {"q": "\ufffd"})]
+    for given, expected in (*cases, ('{"a": null}', {"a": None})):  # in a text, the null is the model's own
         calls = [{"function": {"name": "f", "arguments": given}}]
         row = {"messages": [*turns("Hi"), {"role": "assistant", "content": None, "tool_calls": calls}]}
         assert read_row(row).chat.messages[1]["tool_calls"][0]["function"]["arguments"] == expected
