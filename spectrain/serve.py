@@ -77,7 +77,7 @@ def main(options: Serve) -> None:
         worker.warm_up()
         gc.collect()
         gc.freeze()  # so that no later collection, in which everybody waits, looks at what loading has made
-        stack.callback(gc.unfreeze)  # or libraries report at the end that it leaks
+        stack.callback(gc.unfreeze)  # else libraries say at exit that objects were leaked
         stack.callback(worker.close)  # not before: an interrupted warm-up may time the machine for a while
         sampling = Sampling(**vars(options.sampling))
         name = options.name or Path(options.target.path).name
