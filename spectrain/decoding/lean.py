@@ -138,6 +138,7 @@ def lean_decoder(model: PreTrainedModel, dtype: torch.dtype) -> LlamaDecoder:
     decoder.rope, decoder.copied = Rope(shape), []
     if not rotary.inv_freq.is_meta:  # the model's own, which `model.half()` has rounded
         decoder.rope.inv_freq, decoder.rope.scaling = rotary.inv_freq.float(), rotary.attention_scaling
+        decoder.copied.append((decoder.rope.inv_freq, rotary.inv_freq))
     body = model.model
     for block, layer in zip(decoder.blocks, body.layers, strict=True):
         state = block_state({name: parameter.data for name, parameter in layer.named_parameters()})

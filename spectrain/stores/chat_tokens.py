@@ -33,6 +33,7 @@ GENERATION = re.compile(r"\{%[-+]?\s*generation\s*[-+]?%\}")
 CLOCK = re.compile(r"\bstrftime_now\((['\"])(.*?)\1\)")
 PROBE = (("Quartz?", "Xylem."), ("Jukebox?", "Vortex!"), ("Zebra?", "Waltz"))  # questions and replies, which end unlike
 SAID = ("a conversation", "mend or remove the conversation, or mend the template")  # where one is refused
+MARK = "\ue000"  # a character that no reply has
 STARTED = datetime.now()  # what a template that asks for the time is told, so that all of a run agrees
 
 
@@ -114,7 +115,9 @@ class ChatRenderer:
         """Yield sentences on what a user should know who renders conversations with these roles and keys."""
         templates = " ".join(self._templates.values())
         for name in sorted(set(names) & {"tools", "tool_calls", THOUGHTS[0]}):
-            if not any(one in templates for one in (THOUGHTS if name == THOUGHTS[0] else [name])):
+            # Thoughts of a message; a template's own variable may be called `thinking`, too.
+            written = rf"[.'\"]({'|'.join(THOUGHTS)})\b" if name == THOUGHTS[0] else name
+            if not re.search(written, templates):
                 yield f"the chat template does not write {name}: conversations are read without them"
         if self.reads_clock:
             yield f"the chat template writes the time: these rows say {STARTED:%Y-%m-%d %H:%M}, later ones do not"
@@ -125,12 +128,13 @@ class ChatRenderer:
         """Return a conversation without the replies that are not to be learned."""
         if not chat.unlearned:
             return found
-        sizes = range(1, chat.replies + 1)  # how many stretches are found up to each reply
+        owners = range(len(found.replies))  # the reply that each stretch belongs to
         if self.is_marked or found.unseen:
-            again = self._marked if self.is_marked else partial(self._turn_by_turn, found.text)
-            sizes = [len(again(part).replies) for part in chat.up_to_replies()]
-        dropped = chat.unlearned_parts(sizes)
-        return replace(found, replies=[one for number, one in enumerate(found.replies) if number not in dropped])
+            others = (self._render(messages, chat.tools) for messages in _each_reply_changed(chat.messages))
+            begins = [len(_shared([found.text, other])) for other in others]
+            owners = [max(k for k, begin in enumerate([-1, *begins]) if begin < end) - 1 for _, end in found.replies]
+        both = zip(found.replies, owners, strict=True)
+        return replace(found, replies=[one for one, owner in both if owner not in chat.unlearned])
 
     def _marked(self, chat: Chat) -> Rendered:
         """Return what a template renders that marks what the assistant writes."""
@@ -176,10 +180,8 @@ class ChatRenderer:
 
     def _accepted(self, chat: Chat) -> Chat:
         """Return a conversation as the template takes it: without system turns, with thoughts under all their names."""
-        named = (
-            {**dict.fromkeys(THOUGHTS, one[THOUGHTS[0]]), **one} if THOUGHTS[0] in one else one for one in chat.messages
-        )
-        chat = replace(chat, messages=list(named))
+        thoughts = (dict.fromkeys(THOUGHTS, one[THOUGHTS[0]]) if THOUGHTS[0] in one else {} for one in chat.messages)
+        chat = replace(chat, messages=[more | one for more, one in zip(thoughts, chat.messages, strict=True)])
         first, *others = chat.messages
         if self.takes_system or first["role"] != "system" or not others or others[0]["role"] != "user":
             return chat
@@ -235,6 +237,19 @@ def _plain_replies(whole: str, messages: Messages, between: str) -> list[tuple[i
         cursor = begin + len(own)
         replies.append((start, cursor))
     return replies
+
+
+def _each_reply_changed(messages: Messages) -> Iterator[Messages]:
+    """Yield the conversation once for each reply, with a mark in front of the texts and calls of that reply."""
+    for number, message in enumerate(messages):
+        if message["role"] == "assistant":
+            texts = {key: MARK + message[key] for key in ("content", *THOUGHTS) if message.get(key)}
+            calls = [
+                one["function"] | {"name": MARK + one["function"]["name"]} for one in message.get("tool_calls", ())
+            ]
+            changed = message | (texts or {"content": MARK})
+            changed |= {"tool_calls": [{"type": "function", "function": one} for one in calls]} if calls else {}
+            yield [*messages[:number], changed, *messages[number + 1 :]]
 
 
 def _shared(texts: Sequence[str]) -> str:

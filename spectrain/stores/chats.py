@@ -44,19 +44,10 @@ class Chat:
         """Turns of the assistant."""
         return sum(message["role"] == "assistant" for message in self.messages)
 
-    def up_to_replies(self) -> list[Chat]:
-        """Return the conversation up to each of its replies."""
-        ends = [number for number, message in enumerate(self.messages, start=1) if message["role"] == "assistant"]
-        return [replace(self, messages=self.messages[:end]) for end in ends]
-
     def answered(self) -> Chat | None:
         """Return the conversation up to its last reply; None: it has none."""
-        parts = self.up_to_replies()
-        return parts[-1] if parts else None
-
-    def unlearned_parts(self, sizes: Sequence[int]) -> set[int]:
-        """Return which parts belong to replies that are not learned, of as many as `sizes` says up to each reply."""
-        return {part for k in self.unlearned for part in range(sizes[k - 1] if k else 0, sizes[k])}
+        ends = [number for number, message in enumerate(self.messages, start=1) if message["role"] == "assistant"]
+        return replace(self, messages=self.messages[: ends[-1]]) if ends else None
 
 
 @dataclass(frozen=True)
@@ -155,7 +146,7 @@ def read_row(row: Mapping, fields: Sequence[str] = ()) -> Row:
     """
     if fields:
         return _of_fields(row, fields)
-    given, row = row, {name: value for name, value in row.items() if value is not None}
+    given, row = row, {name: _turns_in(value) for name, value in row.items() if value is not None}
     if "chosen" in row and "rejected" in row:
         turns, used = _preferred(row)
         return _of_turns("preferences", turns, row, (*used, *known.PREFERENCES))
@@ -179,8 +170,6 @@ def read_row(row: Mapping, fields: Sequence[str] = ()) -> Row:
     if row.keys() & {"role", "from"}:
         raise Broken("is a turn, where conversations are expected; give rows with a list of turns")
     if (column := next((name for name in known.TURNS if name in row), None)) is not None:
-        if _is_turns(turns := parsed(row[column])):  # as JSON in a cell of a table
-            return _of_turns("conversations", turns, row, (column,))
         raise Broken(f"has something else than turns with roles in {column!r}")
     texts = [name for name, value in row.items() if isinstance(value, str)]
     column = next((name for name in known.TEXTS if name in texts), texts[0] if len(row) == len(texts) == 1 else None)
@@ -203,7 +192,7 @@ def _of_fields(row: Mapping, fields: Sequence[str]) -> Row:
     for name in fields:
         if name not in row:
             raise Broken(f"has no column {name!r} ({', '.join(row)})")
-        value = row[name]
+        value = _turns_in(row[name])
         if len(fields) == 1 and _is_turns(value):
             return _of_turns("conversations", value, row, row.keys() - known.OF_CONVERSATIONS)
         parts = value if isinstance(value, list) else [value]
@@ -282,6 +271,12 @@ def _column_of_turns(row: Mapping) -> str | None:
     return next(iter(found or [name for name in usual if not row[name]]), None)
 
 
+def _turns_in(value: object) -> object:
+    """Return the turns that a cell of a table holds as JSON; any other value as it is."""
+    found = parsed(value) if isinstance(value, str) and value.lstrip().startswith("[") else None
+    return found if _is_turns(found) else value
+
+
 def _is_turns(value: object) -> bool:
     turns = value if isinstance(value, list) else []
     return bool(turns) and all(isinstance(turn, Mapping) and turn.keys() & {"role", "from"} for turn in turns)
@@ -312,7 +307,8 @@ def _of_turns(kind: str, turns: Sequence[Mapping] | None, row: Mapping, used: Co
                 mended.append("cut at an empty turn")
                 break
         elif _is_one_turn(last, message) and (role != "assistant" or is_off == are_off[-1]):
-            if role != "system" or message["content"].strip() not in last["content"]:
+            said = f"\n\n{message['content'].strip()}\n\n" in f"\n\n{last['content'].strip()}\n\n"
+            if role != "system" or not said:
                 texts = filter(None, (last["content"], message["content"]))
                 messages[-1] = {**last, **message, "content": "\n\n".join(texts)}
                 mended.append("with neighbouring turns of one speaker joined")

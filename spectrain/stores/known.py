@@ -57,7 +57,9 @@ METADATA = (
     "length turn turns identifier ip toxic redacted moderation margin reference test test_list entry_point "
     "annotations"
 )
-_METADATA = re.compile(rf"(.*_)?({METADATA.replace(' ', '|')})|(score|num|n)_.*", re.IGNORECASE)
+_METADATA = re.compile(
+    rf"(?!(images?|videos?|audios?)_|.+_turns?$)(.*_)?({METADATA.replace(' ', '|')})|(score|num|n)_.*", re.IGNORECASE
+)
 
 
 def is_off(name: str, value: object) -> bool | None:

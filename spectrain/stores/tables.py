@@ -162,11 +162,13 @@ def _csv(file: Path, name: str, columns: Sequence[str]) -> Rows:
     # What separates columns is what gives the header the most names that we know, or else the most names.
     known_names = {sign: known.COLUMNS.intersection(map(str.strip, header)) for sign, header in headers.items()}
     sign = max(signs, key=lambda sign: (len(known_names[sign]), len(headers[sign])))
-    is_spaced = all(cell.startswith(" ") for cell in headers[sign][1:])
+    is_spaced = {cell[:1] for cell in headers[sign][1:]} == {" "}
     with opened(file) as content, io.TextIOWrapper(content, encoding="utf-8-sig", newline="") as text:
         rows = csv.DictReader(text, delimiter=sign, skipinitialspace=is_spaced)
         for number, row in enumerate(rows, start=1):
-            if None in row or None in row.values():
+            if len(row) < len(rows.fieldnames):
+                row = Broken("has two columns of one name")
+            elif None in row or None in row.values():
                 row = Broken(f"has another number of cells than the {len(rows.fieldnames)} columns")
             else:
                 row = {name.strip(): cell for name, cell in row.items()}

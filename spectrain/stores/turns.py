@@ -26,13 +26,11 @@ def role_of(turn: Mapping) -> str:
 def content_of(value: object, name: str) -> str:
     """Return the text of a content: a text, or parts that each hold one."""
     value = value.get("parts", [value]) if isinstance(value, Mapping) else value
-    if isinstance(value, list):
-        if not all(isinstance(part, Mapping) and isinstance(part.get("text"), str) for part in value):
-            raise Broken(f"has {name} that is no text")
-        value = "".join(part["text"] for part in value)
-    if not isinstance(value, str):
+    parts = value if isinstance(value, list) else [{"text": value}]
+    texts = [part.get("text") if isinstance(part, Mapping) else None for part in parts]
+    if not all(isinstance(text, str) for text in texts):
         raise Broken(f"has {name} that is no text")
-    return clean(value)
+    return clean("".join(texts))
 
 
 def message_of(turn: Mapping) -> dict:

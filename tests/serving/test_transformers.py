@@ -9,6 +9,7 @@ import inspect
 import sys
 import weakref
 from concurrent.futures import ThreadPoolExecutor
+from operator import attrgetter
 
 import pytest
 import torch
@@ -377,10 +378,12 @@ def test_hooks_of_all_modules_and_changed_classes_are_noticed(model, ours, monke
     assert not any(torch.equal(one, before) for one in (found, expected))
 
 
-def test_bfloat16_norms_that_are_changed_in_place_are_read(model, ours):
+@pytest.mark.parametrize("part", ["norm.weight", "rotary_emb.inv_freq"])
+def test_converted_numbers_that_are_changed_in_place_are_read(model, ours, part):
     model.bfloat16()
     before = ours(ONE, "lookup")
-    model.model.norm.weight.data.mul_(torch.linspace(0, 2, 32))
+    numbers = attrgetter(part)(model.model).data
+    numbers.mul_(torch.linspace(0, 2, len(numbers)))
     exact = copy.deepcopy(model).float().generate(**ONE, max_new_tokens=N, eos_token_id=None)
     assert torch.equal(ours(ONE, "lookup"), exact)
     assert not torch.equal(exact, before)

@@ -112,6 +112,16 @@ def test_what_the_assistant_wrote_is_learned_and_nothing_else(tokenizer, templat
         assert found.ids.tolist() == tokenizer.apply_chat_template(messages)["input_ids"]
 
 
+LAST_THOUGHT = (  # marks thoughts of the last turn only, apart from what is said
+    f"{EACH}{BEGIN}{{{{ m.role }}}}\n{{% if m.role == 'assistant' %}}{{% if m.reasoning_content and loop.last %}}"
+    "{% generation %}({{ m.reasoning_content }}){% endgeneration %} {% endif %}{% generation %}{{ m.content }}"
+    f"{END}{{% endgeneration %}}{{% else %}}{{{{ m.content }}}}{END}{{% endif %}}{NEXT}{READY}"
+)
+ONLY_LAST = LAST_THOUGHT.replace("{% if m.role == 'assistant' %}", "{% if m.role == 'assistant' and loop.last %}")
+TEMPLATES |= {"last thought": LAST_THOUGHT, "only last": ONLY_LAST}
+CHATS["thoughts"] = [
+    one for k in "123" for one in (message("user", "Hi"), message("assistant", "Ho" + k, reasoning_content="why" + k))
+]
 OFF = {  # by template, conversation and what is marked as not to be learned: what is learned, and how many are not seen
     ("plain", "turns", (0,)): (["Hi<|im_end|>"], 0),
     ("plain", "system", (0, 1)): ([], 0),
@@ -121,6 +131,11 @@ OFF = {  # by template, conversation and what is marked as not to be learned: wh
     ("thinking", "thought", (0,)): (["<think>\nwhy\n</think>\n\nHi<|im_end|>"], 1),
     ("thinking", "thought", (1,)): ([], 1),
     ("tools", "calling", (0,)): (["Ho! <|im_end|>"], 0),
+    ("last thought", "thoughts", (0,)): (["Ho2<|im_end|>", "(why3) Ho3<|im_end|>"], 0),
+    ("last thought", "thoughts", (1,)): (["Ho1<|im_end|>", "(why3) Ho3<|im_end|>"], 0),
+    ("last thought", "thoughts", (2,)): (["Ho1<|im_end|>", "Ho2<|im_end|>"], 0),
+    ("only last", "thoughts", (0,)): (["(why3) Ho3<|im_end|>"], 0),
+    ("only last", "thoughts", (2,)): ([], 0),
 }
 
 
@@ -138,6 +153,8 @@ def test_thoughts_go_by_the_template_s_name(tokenizer):
         (found,) = renderer.tokens([Chat(THOUGHT)])
         assert stretches(tokenizer, found) == WRITTEN["thinking", "thought"][0]
         assert list(renderer.remarks({"reasoning_content"})) == []
+    (said,) = rendering(tokenizer, PLAIN + "{% if thinking %}{% endif %}").remarks({"reasoning_content"})
+    assert said.startswith("the chat template does not write reasoning_content")
 
 
 def slowly(tokenizer, messages: list[dict]) -> list[bool]:
@@ -171,7 +188,7 @@ def slowly(tokenizer, messages: list[dict]) -> list[bool]:
     return [k in learned for k in range(len(encoded["input_ids"]))]
 
 
-@pytest.mark.parametrize("template", [name for name in TEMPLATES if name != "marked"])
+@pytest.mark.parametrize("template", [name for name in TEMPLATES if "{% generation" not in TEMPLATES[name]])
 def test_masks_are_those_of_the_definition(tokenizer, template):
     renderer, draw = rendering(tokenizer, TEMPLATES[template]), random.Random(0)
     texts = ["Hi", " Ho! ", "Ho! Why?", "Be kind.\n", "[/INST] Hi", f"{BEGIN}assistant\nHo", "kind. " * 9, "4"]

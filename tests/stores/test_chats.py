@@ -204,6 +204,11 @@ def test_calls_have_objects_as_arguments_without_nulls_of_arrow_and_halves_of_ch
             ["with neighbouring turns of one speaker joined"],
         ),
         ([{"from": "system", "value": ""}, *sharegpt("Hi", "Ho")], turns("Hi", "Ho"), []),
+        (
+            [{"from": "system", "value": text} for text in ("Not Bob.", "Bob")] + sharegpt("Hi"),
+            turns("Hi", system="Not Bob.\n\nBob"),
+            ["with neighbouring turns of one speaker joined"],
+        ),
         (sharegpt("Hi", "Ho", "And?"), turns("Hi", "Ho", "And?"), []),
     ],
 )
@@ -279,6 +284,9 @@ def test_one_object_is_one_row_and_tables_have_rows(tmp_path):
     assert [found[name].messages[0]["content"] for name in ("a.csv", "a.tsv")] == ["1, please\n+ 1?", "1 + 1?"]
 
 
+IN_A_CELL = '"' + json.dumps(turns("1, please + 1?", "2")).replace('"', '""') + '"'
+
+
 @pytest.mark.parametrize(
     ("name", "content"),
     [
@@ -288,11 +296,21 @@ def test_one_object_is_one_row_and_tables_have_rows(tmp_path):
         ("a.csv", 'id, question, answer\n3, "1, please + 1?", 2\n'),
         ("a.csv", '"a, b";question;answer\n;1, please + 1?;2\n'),
         ("a.tsv", "question|answer\n1, please + 1?|2\n"),
+        ("a.csv", 'prompt;completion\n"[{""role"": ""user"", ""content"": ""1, please + 1?""}]";2\n'),
+        ("a.csv", f"chosen;rejected\n{IN_A_CELL};3\n"),
     ],
 )
 def test_the_header_tells_what_separates_the_columns(tmp_path, name, content):
     (tmp_path / name).write_text(content)
     assert [one.chat.messages for one in read_documents(str(tmp_path / name))] == [turns("1, please + 1?", "2")]
+
+
+def test_a_table_of_one_column_keeps_its_indentation_and_two_of_one_name_are_refused(tmp_path):
+    (tmp_path / "a.csv").write_text("text\n    def f(): pass\n")
+    assert [one.text for one in read_documents(str(tmp_path / "a.csv"))] == ["    def f(): pass"]
+    (tmp_path / "a.csv").write_text("question,answer,answer\n1,2,3\n")
+    with pytest.raises(UserError, match="row 1 of a.csv has two columns of one name"):
+        list(read_documents(str(tmp_path / "a.csv")))
 
 
 def test_a_long_array_is_read_piece_by_piece(tmp_path):

@@ -107,14 +107,17 @@ def test_all_fields_that_are_read_have_been_tried():
 
 
 def test_every_other_field_is_named_once_and_metadata_is_not(packed):
-    metadata = {name: "x" for word in known.METADATA.split() for name in (word, f"prompt_{word}", word.upper())}
-    rows = [pair(**metadata, persona="S", examples=[1], loss=0.5, empty="", prompted="Hi")] * 3
+    metadata = {name: "x" for word in known.METADATA.split() for name in (word, f"my_{word}", word.upper())}
+    metadata = {name: "x" for name in metadata if name not in ("my_turn", "my_turns")}
+    others = {"persona": "S", "image_path": "a", "previous_turns": "b", "examples": [1], "loss": 0.5}
+    rows = [pair(**metadata, **others, empty="", prompted="Hi")] * 3
     turned = {"messages": [{**ASKED, "mood": "x", "train": True}, {**REPLIED, "label": "y", "id": 1}], "style": "z"}
     found, said = packed(*rows, turned, {"text": "a", "system": "S", "label": 0})
     assert len(found) == 5
     assert said.split("ignored: ")[1] == (
-        "`persona` in 3 rows, `examples` in 3 rows, `loss` in 3 rows, `style` in 1 rows, `mood` of turns in 1 rows, "
-        "`train` of others' turns in 1 rows, `label` of turns in 1 rows, `system` in 1 rows and 1 more fields"
+        "`persona` in 3 rows, `image_path` in 3 rows, `previous_turns` in 3 rows, `examples` in 3 rows, "
+        "`loss` in 3 rows, `style` in 1 rows, `mood` of turns in 1 rows, `train` of others' turns in 1 rows "
+        "and 3 more fields"
     )
 
 
