@@ -112,7 +112,7 @@ class StatesServer:
                 self._strangers[peer] = connection
                 if len(self._strangers) > MOST_STRANGERS:  # the oldest one's place goes to the new one
                     oldest = self._strangers.pop(next(iter(self._strangers)))
-                    with socket.socket(fileno=os.dup(oldest.fileno())) as ended, suppress(OSError):
+                    with suppress(OSError), socket.socket(fileno=os.dup(oldest.fileno())) as ended:
                         ended.shutdown(socket.SHUT_RDWR)
             threading.Thread(target=self._attend, args=[connection, peer], daemon=True).start()
 

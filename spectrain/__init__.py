@@ -43,9 +43,10 @@ def load_target(name: str | Path = "pystdlib-8l", dtype: str = "float32", device
         UserError: says in one sentence what is missing or unsupported.
     """
     from spectrain.decoding import load_target
+    from spectrain.methods.loading import name_of
     from spectrain.models.packages import target_path
 
-    return load_target(target_path(str(name)), dtype, device)
+    return load_target(target_path(name_of("target", name)), dtype, device)
 
 
 def load_method(source: str | Path, target: TargetModel, **options: object) -> Drafter:

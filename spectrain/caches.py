@@ -3,6 +3,7 @@
 import logging
 import os
 import tempfile
+from contextlib import suppress
 from pathlib import Path
 
 log = logging.getLogger(__name__)
@@ -31,7 +32,7 @@ def settle() -> None:
 
 def is_writable(folder: Path) -> bool:
     """Whether files can be written to a folder, which is made where it can be."""
-    if folder.parts[0] == "~":  # there is no home that it stands for
+    if str(folder).startswith("~"):  # there is no home that it stands for
         return False
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -48,5 +49,7 @@ def temporary_folder() -> Path:
     except FileNotFoundError:  # a container of which nothing can be written has memory for files all the same
         root = os.environ["TMPDIR"] = tempfile.tempdir = "/dev/shm"
     folder = Path(root, f"spectrain-{os.getuid()}")
-    folder.mkdir(mode=0o700, exist_ok=True)
-    return folder if folder.stat().st_uid == os.getuid() else Path(tempfile.mkdtemp(prefix="spectrain-"))
+    with suppress(OSError):
+        folder.mkdir(mode=0o700)
+    is_own = is_writable(folder) and folder.lstat().st_uid == os.getuid()  # a file or a link may lie there
+    return folder if is_own else Path(tempfile.mkdtemp(prefix="spectrain-"))

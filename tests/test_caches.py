@@ -52,6 +52,18 @@ def test_a_hub_that_can_only_be_read_is_still_read(settled, tmp_path):
     assert f"{hub} cannot be written" in said
 
 
+@pytest.mark.parametrize("given", [{"XDG_CACHE_HOME": "."}, {"HF_HOME": "."}, {"HF_HOME": "~nobody-here/x"}])
+def test_odd_places_are_no_crash(settled, tmp_path, given):
+    settled(HOME=str(tmp_path), **given)
+    assert not Path("~nobody-here").exists()
+
+
+def test_a_file_in_place_of_the_temporary_folder_is_left_alone(settled, tmp_path):
+    (tmp_path / f"spectrain-{os.getuid()}").write_text("x")
+    changed, _ = settled(HOME="/dev/null")
+    assert Path(changed["XDG_CACHE_HOME"]).is_dir()
+
+
 def test_a_temporary_folder_of_somebody_else_is_not_used(settled, tmp_path, monkeypatch):
     (tmp_path / "spectrain-1").mkdir()
     monkeypatch.setattr(os, "getuid", lambda: 1)

@@ -35,7 +35,7 @@ from spectrain.models.artifacts import (
 )
 from spectrain.stores.chats import clean
 
-LONGEST_NAME = 255  # bytes of a file's name
+LONGEST_NAME, LONGEST_PATH = 255, 4095  # bytes of a file's name, and of its path
 
 
 def token_methods() -> list[str]:
@@ -69,9 +69,11 @@ def load_method(source: str | Path, target: TargetModel, **options: object) -> D
 
 def name_of(option: str, value: object) -> str:
     """Return a name or path as text. Raise UserError where it is none, or longer than a file system allows."""
-    if not isinstance(value, str | Path) or not str(value) or len(Path(value).name) > LONGEST_NAME:
+    text = clean(str(value)) if isinstance(value, str | Path) else ""
+    is_long = any(len(part.encode()) > LONGEST_NAME for part in Path(text).parts)
+    if not text or is_long or len(text.encode()) > LONGEST_PATH:
         raise UserError(f"{option}={shown(value)} must be a name or a path")
-    return clean(str(value))
+    return text
 
 
 def open_export(folder: Path, target: TargetModel | None, options: Mapping = MappingProxyType({})) -> Drafter:

@@ -1,21 +1,23 @@
 """A connection of a client, and what it may cost: bytes, time and a place among all connections.
 
-Whatever a stranger does ends at one of these limits, before the key is checked or after it. A time runs until the next
-request's headers are complete, another one until that request's answer was taken, and no byte that arrives extends it.
+Whatever a stranger does ends at one of these limits, before the key is checked or after it. One timer runs until the
+headers of the next request are complete. A second one runs until the client has taken the answer. Arriving bytes extend
+neither.
 """
 
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
 
 from pydantic_core import to_json
-from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
+from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol, RequestResponseCycle
 
 from spectrain.serving.protocol import ApiError
 
-HEAD_BYTES = 1 << 16  # of a request's headers; and of what surrounds the bytes of its body, beyond as much again
+HEAD_BYTES = 1 << 16  # of headers; what surrounds a body (sizes of chunks, trailers) may exceed the body by as much
 MOST_HEADERS = 256
-PIECE_BYTES = 64  # of a body in each piece, on average, beyond the first thousand
+PIECE_BYTES = 64  # average size that chunks of a body must have, after about the first 1,000 chunks
 MOST_PIPELINED = 4  # requests that are sent before the first one is answered
 UNREADABLE = ApiError(400, "this is no HTTP/1.1 that can be read")
 TOO_LONG = ApiError(431, f"the headers exceed {HEAD_BYTES} bytes or {MOST_HEADERS} lines, or chunks are too small")
@@ -38,6 +40,7 @@ class Connection(HttpToolsProtocol):
         self._n_around = self._n_body = self._n_pieces = 0  # bytes around a message's body, its own, and its pieces
         self._is_refused = False
         self._waits_since = 0.0
+        self._answered: RequestResponseCycle | None = None
         self._end: asyncio.TimerHandle | None = None
 
     @property
@@ -55,7 +58,14 @@ class Connection(HttpToolsProtocol):
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._end.cancel()
+        if self._answered is not None:  # uvicorn tells the last of those that were sent ahead only
+            self._answered.disconnected = True
+            self._answered.message_event.set()
         super().connection_lost(exc)
+
+    def _start_asgi_task(self, cycle: RequestResponseCycle, app: Callable) -> None:
+        self._answered = cycle
+        super()._start_asgi_task(cycle, app)
 
     def data_received(self, data: bytes) -> None:
         if self._is_refused:

@@ -28,7 +28,7 @@ log = logging.getLogger(__name__)
 FAREWELL_S = 1.0  # for a client to take the error that ends its stream
 NO_LOGPROBS = b'"logprobs":null'  # in an answer; a text cannot hold it, as its quotes are escaped
 PIECE_BYTES = 1 << 16  # of an answer that are sent at a time
-TOKEN_BYTES, LOGPROB_BYTES = 500, 110  # that a token takes until it is sent, and each of its log-probabilities
+TOKEN_BYTES, LOGPROB_BYTES = 500, 110  # estimated memory of a queued token, and of each log-probability with it
 
 
 class _Choice:
@@ -53,12 +53,14 @@ class Gone(Exception):
 class Exchange(Response):
     """Hands the choices of a request to the worker, and sends what comes back, whole or as a stream."""
 
-    def __init__(self, service: Service, fields: Fields, method: str, asked: list[Request], client: str) -> None:
+    def __init__(
+        self, service: Service, fields: Fields, method: str, asked: list[Request], client: str, ends_s: float
+    ) -> None:
         super().__init__()
         self.service, self.fields, self.method, self.asked, self.client = service, fields, method, asked, client
         self.shape = Shape(isinstance(fields, ChatRequest), service.name)
         self.arrived_s = time.perf_counter()
-        self.has_begun = False  # the answer
+        self.ends_s, self.has_begun = ends_s, False  # by the event loop's clock; the answer
         self.n_running = self.n_unread = 0  # choices that the engine has; bytes that the client has not taken
         self.took_s = 0.0  # when it took some, or there were none
         self._why = f"the request took longer than {service.limits.timeout_s:.0f} s"  # where it is given up
@@ -75,14 +77,14 @@ class Exchange(Response):
         watching = asyncio.create_task(self._watch(receive))
         service.open.append(self)
         service.fill_rows(self.method)
-        self._timeout = asyncio.timeout(service.limits.timeout_s)
+        self._timeout = asyncio.timeout_at(self.ends_s)
         try:
             async with self._timeout:
                 await (self._stream(send) if self.fields.stream else self._whole(send))
         except Gone:
             log.debug("a client has left")
         except UserError as error:
-            raise ApiError(400 if service.worker.is_alive else 503, service.sentence(error)) from None
+            await self._fail(ApiError(400 if service.worker.is_alive else 503, service.sentence(error)), send)
         except TimeoutError:
             await self._fail(ApiError(504, self._why), send)
         except ApiError as error:
@@ -94,6 +96,8 @@ class Exchange(Response):
                 if choice.generation is None and choice.ticket is not None:
                     service.worker.cancel(choice.ticket)
                     service.metrics.aborted(self.method)
+            for _ in range(self.n_waiting):
+                service.metrics.aborted(self.method)
             self._arrived = asyncio.Queue()  # frames of errors may keep this object for long
             service.fill_rows(self.method)
 
@@ -132,7 +136,7 @@ class Exchange(Response):
     def give_up(self) -> None:
         """End the request, whose client does not read."""
         self._why = "the answer was not read, and the server holds too many such answers"
-        if not self._timeout.expired():
+        with suppress(RuntimeError):  # it is ending already
             self._timeout.reschedule(self._loop.time())
 
     async def _watch(self, receive: Callable) -> None:
@@ -144,6 +148,8 @@ class Exchange(Response):
         """Tell the client, in the stream where there is one already."""
         if not self.has_begun:
             raise error
+        if not self.fields.stream:  # which ends in the midst of its JSON
+            return
         with suppress(TimeoutError):  # a client that does not read
             async with asyncio.timeout(FAREWELL_S):
                 body = b"data: %b\n\n" % json.dumps(error.body).encode()

@@ -282,6 +282,7 @@ class LLM:
         self,
         prompt: Prompt,
         number: int = 0,
+        /,
         *,
         max_new_tokens: int | None = None,
         seed: int = 0,

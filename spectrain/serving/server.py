@@ -1,11 +1,11 @@
 """The HTTP server: OpenAI's API over a `Worker`, and the page at `/`.
 
 A request is checked and tokenized, and each of its choices becomes a request of the engine, whose steps come back over
-a queue (`exchange`). A step is one event of a stream. Steps wait there for a slow client; if all that wait become too
-many, the client for whom most do is given up.
+a queue (`exchange`). A step is one event of a stream. Steps wait there for a slow client. If the unread
+bytes of all clients exceed a limit, the client with the most of them is disconnected.
 
-Clients share the rows of an engine: a free row goes to the client that has the fewest, and of it to the request with
-the fewest. So one request with many choices holds up nobody.
+Clients share the rows of an engine: a free row goes to the client that has the fewest rows, and among that client's
+requests to the one with the fewest. So one request with many choices holds up nobody.
 """
 
 from __future__ import annotations
@@ -31,6 +31,7 @@ from starlette.requests import ClientDisconnect
 from starlette.requests import Request as HttpRequest
 
 from spectrain.decoding import Generation, Request, Sampling, TargetModel
+from spectrain.decoding.engine import check_prompt
 from spectrain.decoding.text import chat_ids, is_one, prompt_ids
 from spectrain.errors import UserError
 from spectrain.serving.access import Access, Guard, refusal
@@ -55,11 +56,11 @@ PAGE = Path(__file__).parent / "page"
 BODY_S = 30.0  # for a client to send its request
 LARGE_BYTES = 1 << 16  # of a body, beyond which few are held at the same time, and one thread parses and tokenizes them
 LARGE_HELD = 4
-TOKEN_CHARACTERS, EDGE_TOKENS = 16, 8  # of a token, more than most have; of a cut text, that the whole may lack
+TOKEN_CHARACTERS, EDGE_TOKENS = 16, 8  # longer than most tokens; tokens that cutting a text may add
 RETRY_S = 1  # after which a client that found the queue full should ask again
 AHEAD = 2  # choices in the engine's own queue, so that a row that becomes free is filled at once
-UNREAD_BYTES = 8 << 20  # of all answers, that clients have not taken ..
-STUCK_S = 2.0  # .. beyond which they are given up that took nothing for so long
+UNREAD_BYTES = 8 << 20  # of all answers together
+STUCK_S = 2.0  # beyond UNREAD_BYTES, a client that has read nothing for so long may be disconnected
 
 
 @dataclass(frozen=True)
@@ -119,6 +120,7 @@ class Service:
     async def answer(self, request: HttpRequest, kind: type[Fields]) -> Response:
         """Check a request, and hand its choices to the engine."""
         client = request.client.host if request.client else ""
+        ends_s = asyncio.get_running_loop().time() + self.limits.timeout_s
         async with AsyncExitStack() as holding:
             body = await self._body(request, holding)
             thread = self._thread if len(body) > LARGE_BYTES else None
@@ -134,13 +136,13 @@ class Service:
                 raise ApiError(400, f"a request may have {MOST_CHOICES} choices in all, prompts times n", "n")
             self._check_room(client, method)  # before its text is read
             try:
-                prompts = await read(self._prompts, fields)
+                asked = self._requests(fields, await read(self._prompts, fields))
             except UserError as error:
                 raise ApiError(400, self.sentence(error)) from None
         if self.is_closing:
             raise ApiError(503, "the server is closing")
         self._check_room(client, method)
-        return Exchange(self, fields, method, self._requests(fields, prompts), client)
+        return Exchange(self, fields, method, asked, client, ends_s)
 
     def _check_room(self, client: str, method: str) -> None:
         """Raise ApiError where the queue is full, unless this client has less than its share of it."""
@@ -196,14 +198,13 @@ class Service:
         tokenizer = self.target.tokenizer
         if isinstance(fields, ChatRequest):
             messages = read_messages([message.model_dump(exclude_unset=True) for message in fields.messages])
-            self._check_beginning("\n".join(message["content"] for message in messages))
-            if tokenizer.chat_template is not None:
-                return [chat_ids(tokenizer, messages, fields.offered)]
             texts = ["\n".join(message["content"] for message in messages)]  # as `conversation_ids` does
         else:
             texts = [fields.prompt] if is_one(fields.prompt) else fields.prompt
         for text in texts:
             self._check_beginning(text)
+        if isinstance(fields, ChatRequest) and tokenizer.chat_template is not None:
+            return [chat_ids(tokenizer, messages, fields.offered)]
         return [prompt_ids(tokenizer, text) for text in texts]
 
     def _check_beginning(self, text: str | list[int]) -> None:
@@ -237,6 +238,7 @@ class Service:
                     name,
                     "context_length_exceeded",
                 )
+            check_prompt(self.target, prompt, n_new)
             asked += [Request(prompt, n_new, number=number, **shared) for number in range(fields.n)]
         return asked
 

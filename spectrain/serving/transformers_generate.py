@@ -33,8 +33,8 @@ WARPERS = {
     for name, option in {"Temperature": "temperature", "TopK": "top_k", "TopP": "top_p", "MinP": "min_p"}.items()
 }
 ARGUMENTS = ("inputs", "input_ids", "attention_mask", "generation_config", "stopping_criteria")
-# Fields of a GenerationConfig that we do as transformers does, or that neither reads without beams and assistants. All
-# others, and those that a later transformers adds, must ask for nothing.
+# Fields of a GenerationConfig that we support, or that have no effect without beam search or assisted decoding. Every
+# other field, also of later versions, must have a value that changes nothing.
 TAKEN = (
     *("max_length", "max_new_tokens", "max_time", "stop_strings", "do_sample", *WARPERS.values()),
     *("num_return_sequences", "return_dict_in_generate", "bos_token_id", "eos_token_id", "pad_token_id"),
@@ -155,9 +155,8 @@ def _decode(
         raise UserError(f"a streamer shows one text, but there are {len(input_ids)}; give one prompt, or no streamer")
     sampling, eos, pad = _sampling(config, logits_processor), config._eos_token_tensor, config._pad_token_tensor
     eos, pad = [] if eos is None else eos.tolist(), 0 if pad is None else int(pad)
-    if (
-        not eos and len(input_ids) > 1 and len(stopping_criteria) > 1
-    ):  # where transformers goes on with those that ended
+    # Here transformers goes on with the texts that have ended.
+    if not eos and len(input_ids) > 1 and len(stopping_criteria) > 1:
         raise UserError("texts that end apart are padded behind an end-of-text token; give eos_token_id, or one prompt")
     seed, (n_rows, end) = 0 if sampling.greedy else int(torch.randint(2**31, ())), input_ids.shape
     # With shared noise a sample does not depend on how much is drafted, which a clock decides.

@@ -29,6 +29,7 @@ FORKED = (
 )
 MEMORY_SHARE = {"cpu": 0.25, "cuda": 0.8}  # of what is free, for keys and values
 PREFIX_SHARE = 0.25  # of these, for texts that have ended
+MOST_GIB = 2**20
 WARM_TOKENS = 8
 WARM_SAMPLINGS = Sampling(), Sampling(temperature=1.0)
 
@@ -39,7 +40,7 @@ _turns: WeakKeyDictionary[PreTrainedModel, threading.Lock] = WeakKeyDictionary()
 
 
 def is_forked() -> bool:
-    """Whether workers were started before this process was forked. Here they, and torch's threads, would never end."""
+    """Return whether this process was forked from one with workers: it has none of their threads to wait for."""
     return bool(_processes - {os.getpid()})
 
 
@@ -64,7 +65,6 @@ class Worker:
     """
 
     def __init__(self, engines: Mapping[str, Engine]) -> None:
-        check_not_forked()
         _processes.add(os.getpid())
         self.engines = dict(engines)
         self.target = next(iter(self.engines.values())).target
@@ -219,7 +219,7 @@ def open_worker(
         draws: see `Engine`. With "shared" a request's sample depends on its seed alone, at any load.
     """
     share = MEMORY_SHARE.get(target.device.type, MEMORY_SHARE["cpu"])
-    free = int(share * free_memory(target.device) if memory is None else memory * 2**30)
+    free = int(share * free_memory(target.device) if memory is None else min(memory, MOST_GIB) * 2**30)
     prefixes = Prefixes(int(PREFIX_SHARE * free))
     own = (free - prefixes.max_bytes) // len(methods)
     options = {"memory": own, "max_length": max_length, "draws": draws, "prefixes": prefixes}

@@ -63,7 +63,7 @@ _METADATA = re.compile(
 
 
 def is_off(name: str, value: object) -> bool | None:
-    """Return whether a mark of this name says that something is not learned; None: it is neither yes nor no."""
+    """Return True if a mark says "do not learn", False if it says "learn", None if its value is neither."""
     if isinstance(value, str):
         value = {"true": 1, "false": 0, "1": 1, "0": 0}.get(value.strip().lower().removesuffix(".0"))
     return None if value not in (0, 1) else bool(value) == (name in HIDING)

@@ -84,8 +84,9 @@ class Training(LightningModule):
         """Return the sum `loss` of a batch, for the backward pass.
 
         Args:
-            sums: over the batch, each with its weight, which is the number of positions. At the optimizer step the sums
-                of all its batches and ranks are divided by their weights, and so is the gradient.
+            sums: for each metric its sum over the batch, and the weight of that sum, usually the number of positions.
+                At the optimizer step, those of all batches and ranks are added. The total sum, like the gradient, is
+                divided by the total weight.
         """
         for name, pair in sums.items():
             self._step_sums[name] = self._step_sums.get(name, 0) + torch.stack([one.detach().double() for one in pair])

@@ -230,7 +230,8 @@ def divide_gradients(trainer: Trainer, weight: float) -> None:
     accumulated = trainer.accumulate_grad_batches
     divisor = weight / (accumulated * trainer.world_size)
     if isinstance(trainer.strategy, ZeroStrategy):  # whose engine holds the gradients
-        trainer.model.optimizer.loss_scale = divisor / accumulated  # by which it divides, too: once more than Lightning
+        # DeepSpeed divides gradients by its loss scale, and has divided by `accumulated` once more than Lightning.
+        trainer.model.optimizer.loss_scale = divisor / accumulated
         return
     for parameter in trainer.lightning_module.parameters():
         if parameter.grad is not None:

@@ -257,16 +257,32 @@ PROMPT_LIKE = [
 ]
 NO_PROMPTS = [
     *(None, "", b"abc", bytearray(b"a"), memoryview(b"a"), True, False, 0, -1, 3, 0.5, math.nan, math.inf, -math.inf),
-    *(10**400, 10**5000, -(10**400), [None], [""], [b"a"], [True], [0.5], [10**400], {}, {3}, ["a", 3], "x" * 5000),
+    *(
+        10**400,
+        10**5000,
+        -(10**400),
+        1e300,
+        [None],
+        [""],
+        [b"a"],
+        [True],
+        [0.5],
+        [10**400],
+        {},
+        {3},
+        ["a", 3],
+        "x" * 5000,
+    ),
     *({"role": "user"}, [{"role": "user"}], [{"role": 5, "content": "x"}], [{"role": "user", "content": 5}]),
     [{"role": "user", "content": "x"}, 5],
     [{"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": "{"}}]}],
     *(np.array([0.5]), np.array([True]), np.array(3), np.int64(3), np.float32(0.5), torch.tensor([0.5])),
     *(torch.tensor(3), object(), print, iter([3])),
 ]
+LONG_NAMES = ["é" * 200, "a" * 300 + "/b", "a/" * 3000]  # as files, and as their folders; they are good prompts
 
 
-@pytest.mark.parametrize("value", PROMPT_LIKE + NO_PROMPTS, ids=lambda value: type(value).__name__)
+@pytest.mark.parametrize("value", PROMPT_LIKE + LONG_NAMES[:2] + NO_PROMPTS, ids=lambda value: type(value).__name__)
 def test_whatever_is_given_works_or_is_a_mistake_in_one_sentence(llm, target, monkeypatch, value):
     monkeypatch.setattr(target.tokenizer, "chat_template", TEMPLATE, raising=False)
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
@@ -282,7 +298,7 @@ def test_whatever_is_given_works_or_is_a_mistake_in_one_sentence(llm, target, mo
         "messages": lambda: llm.chat(value, max_new_tokens=2),
         "system": lambda: llm.chat("a", value, max_new_tokens=2),
     }
-    for name in (*Options.__annotations__, "draws", "unknown"):
+    for name in (*Options.__annotations__, "draws", "unknown", "number"):
         calls[name] = partial(llm.generate, "import os", **{"max_new_tokens": 2, name: value})
     for name in ("method", "batch_size", "memory", "draws", "max_nodes", "unknown", "drafter", "head", "datastore"):
         calls[f"LLM({name})"] = partial(LLM, **{"target": target, "method": "pld", name: value})

@@ -19,6 +19,7 @@ from transformers import AutoModelForCausalLM
 
 from data_prep.answers import Answering, Prompt
 from data_prep.server import CompletionServer, read_completion
+from spectrain import serve
 from spectrain.decoding import Sampling, generate
 from spectrain.methods.autoregressive import Autoregressive
 from spectrain.serving import server
@@ -520,6 +521,48 @@ def test_a_client_that_does_not_read_costs_nothing_but_its_row(small):
         small.gate.open.set()
         assert small.chat().choices[0].finish_reason == "length"  # meanwhile
         wait_until(lambda: small.service.worker.n_running == small.service.n_open == 0)
+
+
+@pytest.mark.parametrize("stream", [True, False])
+def test_a_wrong_prompt_behind_many_is_refused_before_any_is_decoded(served, stream):
+    body = {"prompt": [[5]] * 20 + [[999_999]], "stream": stream, "max_tokens": 2}
+    assert served.http().post("/v1/completions", json=body).status_code == 400
+
+
+def test_a_whole_answer_that_is_read_too_slowly_is_cut_and_holds_nothing_else(shared, caplog):
+    body = {"prompt": "a", "temperature": 0, "max_tokens": 200, "n": 8, "logprobs": 20}
+    with serving(shared / "target", Limits(timeout_s=2), send_buffer=4096) as served, sending(served, body) as client:
+        said, until = b"", time.monotonic() + 2.3
+        while part := client.recv(2048 if time.monotonic() < until else 1 << 16):
+            said += part
+            time.sleep(0.01 if time.monotonic() < until else 0)
+    assert b"200 OK" in said
+    assert b"error" not in said
+
+
+def test_a_client_that_sent_two_requests_and_leaves_frees_both(small):
+    body = {"prompt": "a", "temperature": 0, "max_tokens": 200, "method": "gate"}
+    with small.socket(asking(body) * 2):
+        wait_until(lambda: small.service.n_open)
+        time.sleep(0.3)  # for the second one to arrive
+    wait_until(lambda: not small.service.n_open)
+
+
+def test_a_request_that_arrives_slowly_has_the_time_that_is_left(shared, monkeypatch):
+    monkeypatch.setattr(serve, "ENDING_S", 0.5)
+    sent = asking({"prompt": "a", "max_tokens": 200, "method": "gate"})
+    with serving(shared / "target", Limits(timeout_s=1.5)) as served, served.socket(sent[:-1]) as client:
+        time.sleep(1.2)
+        client.sendall(sent[-1:])
+        assert client.recv(1 << 16).startswith(b"HTTP/1.1 504")
+
+
+def test_choices_that_still_wait_when_their_client_leaves_are_counted(small):
+    with sending(small, {"prompt": "a", "temperature": 0, "max_tokens": 200, "method": "gate", "n": 12}):
+        wait_until(lambda: small.service.worker.n_running == ROWS)
+    wait_until(lambda: not small.service.n_open)
+    left = f'finished_reason="abort",method="gate",model_name="{small.service.name}"}} 12.0'
+    assert left in small.http().get("/metrics").text
 
 
 def test_requests_that_are_never_finished_or_cut_off_leave_nothing_behind(served):
