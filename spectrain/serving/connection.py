@@ -8,7 +8,7 @@ neither.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections import deque
 
 from pydantic_core import to_json
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol, RequestResponseCycle
@@ -40,7 +40,7 @@ class Connection(HttpToolsProtocol):
         self._n_around = self._n_body = self._n_pieces = 0  # bytes around a message's body, its own, and its pieces
         self._is_refused = False
         self._waits_since = 0.0
-        self._answered: RequestResponseCycle | None = None
+        self._cycles: deque[RequestResponseCycle] = deque()  # whose answers are not complete
         self._end: asyncio.TimerHandle | None = None
 
     @property
@@ -58,14 +58,10 @@ class Connection(HttpToolsProtocol):
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._end.cancel()
-        if self._answered is not None:  # uvicorn tells the last of those that were sent ahead only
-            self._answered.disconnected = True
-            self._answered.message_event.set()
+        for cycle in self._cycles:  # of which uvicorn tells the last only
+            cycle.disconnected = True
+            cycle.message_event.set()
         super().connection_lost(exc)
-
-    def _start_asgi_task(self, cycle: RequestResponseCycle, app: Callable) -> None:
-        self._answered = cycle
-        super()._start_asgi_task(cycle, app)
 
     def data_received(self, data: bytes) -> None:
         if self._is_refused:
@@ -92,6 +88,7 @@ class Connection(HttpToolsProtocol):
             raise ValueError
         was_waiting = self.is_waiting
         super().on_headers_complete()
+        self._cycles.append(self.cycle)
         if was_waiting:
             self._end_within(self.request_s)
 
@@ -110,6 +107,7 @@ class Connection(HttpToolsProtocol):
 
     def on_response_complete(self) -> None:
         is_read = not self.cycle.more_body
+        self._cycles.popleft()
         super().on_response_complete()
         waiting_s = self.timeout_keep_alive if is_read else LINGER_S
         self._end_within(waiting_s if self.is_waiting else self.request_s)
