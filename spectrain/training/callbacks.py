@@ -124,8 +124,9 @@ class KeepBest(Callback):
             return
         self._validations += 1
         expected, is_last = trainer.callback_metrics.get(EXPECTED_TAU), trainer.global_step == trainer.max_steps
-        if expected is not None and self.every and (is_last or self._validations % self.every == 0):
-            self._offer(trainer, module, float(expected))
+        is_compared = expected is not None and self.every and (is_last or self._validations % self.every == 0)
+        if is_compared or is_last:  # now, as a run that is killed behind its last checkpoint trains no more
+            self._offer(trainer, module, float(expected) if is_compared else None)
 
     def on_train_end(self, trainer: Trainer, module: LightningModule) -> None:
         if self._step != trainer.global_step:

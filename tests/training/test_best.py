@@ -6,6 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from lightning.pytorch.callbacks import LambdaCallback
 from lightning.pytorch.loggers import CSVLogger
 
 from spectrain.decoding import TargetModel
@@ -77,9 +78,12 @@ def test_weights_are_compared_every_few_validations_and_at_the_end(tmp_path, mon
 def test_without_a_comparison_the_last_weights_are_kept(tmp_path, every):
     """With every=1 there is no target, so that no tau is known."""
     target = None if every else TargetModel(tiny_model("llama", seed=1))
-    folder = BestFolder(tmp_path / "best")
-    _, module, _ = fit(tmp_path, KeepBest(folder, every), target=target)
+    folder, kept = BestFolder(tmp_path / "best"), {}
+    # The last checkpoint is saved here, behind which a killed run trains no more.
+    behind = LambdaCallback(on_validation_end=lambda trainer, _: kept.update({trainer.global_step: folder.read()}))
+    _, module, _ = fit(tmp_path, KeepBest(folder, every), behind, target=target)
     assert folder.read().facts() == {"step": 6, "expected": None}
+    assert {step: best and best.step for step, best in kept.items()} == {2: None, 4: None, 6: 6}
     assert torch.equal(folder.weights()["model.lm_head.weight"], module.model.lm_head.weight)
 
 
