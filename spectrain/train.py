@@ -21,7 +21,7 @@ if __name__ == "__main__":  # first, so that --help and a wrong option are answe
     run("spectrain.train")
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -36,8 +36,10 @@ from spectrain.cli import in_multirun, open_target
 from spectrain.config import plain
 from spectrain.config.training import Train
 from spectrain.decoding import Drafter, TargetModel
+from spectrain.decoding.loading import read_tokenizer
+from spectrain.decoding.text import chat_template
 from spectrain.errors import FinishedRun, UserError
-from spectrain.measure.plan import meta_target
+from spectrain.measure.plan import Plan, meta_target
 from spectrain.measure.plots import calibration, training_pictures, write_png
 from spectrain.measure.settled import peak_tokens_per_s, plan_for, settled
 from spectrain.measure.tables import depth_table, head_table, memory_table, show, speed_table, tau_table
@@ -46,6 +48,7 @@ from spectrain.methods.autoregressive import Autoregressive
 from spectrain.methods.speculative import build as build_speculative
 from spectrain.models.kinds import about
 from spectrain.serving.exporting import Export, tokens_of, write_export
+from spectrain.stores.files import free_bytes
 from spectrain.terminal import PROMPTS, say_next, stage
 from spectrain.training.base import Experiment, Parts
 from spectrain.training.callbacks import UNKNOWN_STEPS
@@ -135,6 +138,21 @@ def show_plan(config: dict) -> None:
     Console().print(f"{plan.sentence(machine)}\n", highlight=False)
     if config["kind"] == "spire":
         show([("speedup to expect, and draft length", depth_table(config, machine.peaks))])
+    for obstacle in obstacles(config, plan):
+        log.warning(obstacle)
+
+
+def obstacles(config: dict, plan: Plan) -> Iterator[str]:
+    """Yield what would end this training on this machine, as far as that can be seen before it."""
+    folder = Path(config["target"]["path"])
+    if (folder / "tokenizer_config.json").is_file() and (tokenizer := read_tokenizer(folder)).chat_template is not None:
+        try:
+            chat_template(tokenizer)
+        except UserError as error:
+            yield f"no conversation could be read: {error}"
+    needed, free = sum(plan.disk.values()) / 2**30, free_bytes(Path()) / 2**30
+    if needed > free:
+        yield f"the training writes {needed:.2g} GiB, but {free:.2g} GiB of the disk are free here; make space"
 
 
 class Measurement:

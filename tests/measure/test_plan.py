@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -21,6 +22,7 @@ from spectrain.measure.cost import Hardware, fastest_depth, tau_of_depth
 from spectrain.measure.dry_step import StepCost, cost_of
 from spectrain.measure.plan import Machine, Outline, plan_of
 from spectrain.measure.settled import peak_tokens_per_s, plan_for, settled
+from spectrain.stores.texts import train_tokenizer
 from spectrain.train import main as train
 from spectrain.train import steps_of
 from spectrain.training.base import Experiment
@@ -137,6 +139,18 @@ def test_a_plan_refuses_rows_that_are_longer_than_the_context(tiny):
     options = "train", "+exp=spire", f"target.path={tiny}", "data.row_tokens=257", "plan=true", "hardware=h100"
     with pytest.raises(UserError, match="data.row_tokens=257 is longer than the target's context of 256; lower"):
         train(options_of("train", composed(*options)))
+
+
+def test_a_plan_says_what_would_end_the_training(tmp_path, tiny, monkeypatch, caplog):
+    shutil.copytree(tiny, tmp_path / "target")
+    tokenizer = train_tokenizer(["a text"], 270)
+    tokenizer.chat_template = {"a": "{{ messages }}", "b": "{{ tools }}"}
+    tokenizer.save_pretrained(tmp_path / "target")
+    monkeypatch.setattr("spectrain.train.free_bytes", lambda folder: 0)
+    options = f"target.path={tmp_path}/target", "data.row_tokens=64", "plan=true", "hardware=h100"
+    train(options_of("train", composed("train", "+exp=spire", *options)))
+    assert "no conversation could be read: the tokenizer of" in caplog.text
+    assert "but 0 GiB of the disk are free here; make space" in caplog.text
 
 
 def test_the_peak_in_tokens_per_second_is_that_of_all_ranks(tiny):
