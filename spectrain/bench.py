@@ -96,8 +96,8 @@ def measure(
             decoding = drawing | {"batch_size": size} | {name: getattr(options, name) for name in DECODING}
             decoders = {name: partial(generate, target, drafter, **decoding) for name, drafter in drafters.items()}
             decoders |= {name: partial(baseline, **drawing) for name, baseline in baselines.items()}
-            lengths = options.max_new_tokens, size, options.max_length
-            benchmark = Benchmark(target, decoders, asked, prompt_ids, *lengths, strict=on_gpu)
+            lengths = options.max_new_tokens, size, on_gpu, options.max_length
+            benchmark = Benchmark(target, decoders, asked, prompt_ids, *lengths)
             rows = benchmark.run(run.path / "questions.jsonl")
             own = [row for row in rows if row.batch_size == size]
             judged = sampling.greedy, target.dtype == torch.float32, sampling.shares_noise

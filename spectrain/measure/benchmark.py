@@ -48,8 +48,8 @@ class Benchmark:
     prompt_ids: Callable[[Question, Sequence[Sequence[int]]], list[int]]  # of the next turn, and replies so far
     max_new_tokens: int  # of a reply
     batch_size: int = 1  # rows decoded together
-    max_length: int | None = None  # of a prompt with its reply
     strict: bool = False  # an answer fails during which something was compiled, recorded or timed; as on a GPU
+    max_length: int | None = None  # of a prompt with its reply
 
     def run(self, file: Path) -> list[QuestionRow]:
         """Measure what `file` lacks or has an error for, append it row by row, and return all rows."""
