@@ -29,10 +29,10 @@ from spectrain.methods.loading import load_method
 from spectrain.methods.registry import build_configured, method_names
 from spectrain.serving.colours import COLOURS, coloured, summary
 from spectrain.serving.llm import LLM, Options
-from spectrain.stores.chats import clean
 from spectrain.stores.files import write_json
 from spectrain.stores.prompts import conversation_ids
 from spectrain.stores.signals import SIGNALS, Terminated
+from spectrain.stores.turns import clean
 
 COMMANDS = {
     "method": "NAME: go on with another method, or with an exported folder",

@@ -32,9 +32,9 @@ from spectrain.measure.statistics import decode_s
 from spectrain.methods.autoregressive import Autoregressive
 from spectrain.methods.registry import build_configured
 from spectrain.serving.colours import coloured, summary
-from spectrain.stores.chats import clean
 from spectrain.stores.environment import OtherWork, is_disturbed
 from spectrain.stores.prompts import conversation_ids
+from spectrain.stores.turns import clean
 from spectrain.terminal import say_next, stage
 
 TIMED_RUNS = 3

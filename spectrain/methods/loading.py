@@ -33,7 +33,7 @@ from spectrain.models.artifacts import (
     read_lookup_facts,
     read_manifest,
 )
-from spectrain.stores.chats import clean
+from spectrain.stores.turns import clean
 
 LONGEST_NAME, LONGEST_PATH = 255, 4095  # bytes of a file's name, and of its path
 

@@ -19,7 +19,7 @@ from pydantic_core import PydanticCustomError, to_json
 
 from spectrain.decoding import Sampling
 from spectrain.errors import nearest
-from spectrain.stores.chats import clean
+from spectrain.stores.turns import clean
 
 MOST_CHOICES = 128  # prompts times n of a request
 MOST_PARTS = 1 << 14  # lists and objects of a request

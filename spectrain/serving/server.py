@@ -1,8 +1,8 @@
 """The HTTP server: OpenAI's API over a `Worker`, and the page at `/`.
 
 A request is checked and tokenized, and each of its choices becomes a request of the engine, whose steps come back over
-a queue (`exchange`). A step is one event of a stream. Steps wait there for a slow client. If the unread
-bytes of all clients exceed a limit, the client with the most of them is disconnected.
+a queue (`exchange`). A step is one event of a stream. Steps wait there for a slow client. If the unread bytes of all
+clients exceed a limit, the client with the most of them among those that read nothing is disconnected.
 
 Clients share the rows of an engine: a free row goes to the client that has the fewest rows, and among that client's
 requests to the one with the fewest. So one request with many choices holds up nobody.
