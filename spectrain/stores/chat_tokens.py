@@ -101,13 +101,7 @@ class ChatRenderer:
         """Return a conversation as text, or why the template cannot render it."""
         chat = self._accepted(chat)
         try:
-            if self.is_marked:
-                return self._learned(self._marked(chat), chat)
-            whole = self._render(chat.messages, chat.tools)
-            between = None if chat.tools else self._between.get(chat.messages[0]["role"] == "system")
-            replies = None if between is None else _plain_replies(whole, chat.messages, between)
-            found = self._turn_by_turn(whole, chat) if replies is None else Rendered(whole, replies)
-            return self._learned(found, chat)
+            return self._learned(self._marked(chat) if self.is_marked else self._compared(chat), chat)
         except UserError as error:
             return error
 
@@ -142,6 +136,13 @@ class ChatRenderer:
         with told(self.tokenizer, *SAID):
             texts, marked = render_jinja_template([chat.messages], chat.tools, None, template, True, **names)
         return Rendered(texts[0], marked[0])
+
+    def _compared(self, chat: Chat) -> Rendered:
+        """Find what the assistant wrote by what stands around it: plain replies at once, others turn by turn."""
+        whole = self._render(chat.messages, chat.tools)
+        between = None if chat.tools else self._between.get(chat.messages[0]["role"] == "system")
+        replies = None if between is None else _plain_replies(whole, chat.messages, between)
+        return self._turn_by_turn(whole, chat) if replies is None else Rendered(whole, replies)
 
     def _turn_by_turn(self, whole: str, chat: Chat) -> Rendered:
         """Compare what stands in the whole conversation with the prompt of each turn and its answer."""

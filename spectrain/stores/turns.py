@@ -40,7 +40,7 @@ def message_of(turn: Mapping) -> dict:
     role, content = role_of(turn), next((turn[key] for key in known.CONTENT if key in turn), "")
     content = content_of(content, "a turn with content")
     more = {key: turn[key] for key in known.KEPT if key in turn}
-    calls = turn.get("tool_calls") or [turn[name] for name in ("function_call",) if name in turn]
+    calls = turn.get("tool_calls") or ([turn["function_call"]] if "function_call" in turn else [])
     if name in known.CALL_ROLES:
         found = parsed(content)
         calls, content = found if isinstance(found, list) else [found], ""
