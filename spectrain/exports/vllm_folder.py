@@ -1,0 +1,99 @@
+"""The folder `vllm/` of a SPIRe export: what vLLM reads as an EAGLE-3 head. See `vllm_spire.py`, which runs it."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from dataclasses import asdict
+from pathlib import Path
+
+from safetensors.torch import save_file
+
+from spectrain.decoding.target import FINAL, TargetModel
+from spectrain.errors import UserError
+from spectrain.models.artifacts import WEIGHTS
+from spectrain.models.spire import SpireConfig
+from spectrain.stores.files import write_json
+
+FOLDER = "vllm"
+VERSION = 1  # of its format; `vllm_spire.VERSION` is the same
+ARCHITECTURE = "SpireLlamaEagle3"  # vLLM leaves names that end like this as they are
+TARGET = "target.safetensors"  # of the target: its last norm, and some rows of its embedding, by which it is known
+ROWS = 64
+ACTIVATIONS = ("silu", "swish", "gelu", "gelu_pytorch_tanh")  # that vLLM's gated MLP has
+ATTENTIONS = ("stock", "exact")
+
+
+def why_not_vllm(config: SpireConfig) -> str | None:
+    """Return why vLLM cannot run a drafter, as half a sentence; None: it can."""
+    shape = config.shape
+    if not config.target_activations:
+        return "it was trained with target_activations=false, and vLLM gives a drafter the target's states alone"
+    if shape.layer_types:
+        return "vLLM's class of the target, Gemma 3, gives the states of its blocks to no drafter"
+    if shape.hidden_act not in ACTIVATIONS:
+        return f"vLLM's MLP has no activation {shape.hidden_act}"
+    if config.window_tokens < 2:
+        return "vLLM has no window of window_tokens=1, in which a token sees no other"
+    return None
+
+
+def write_vllm_folder(
+    folder: Path, config: SpireConfig, target: TargetModel, name: str, fingerprint: str, attention: str = "stock"
+) -> None:
+    """Fill `vllm/` in the folder of an export, which holds the drafter's weights already.
+
+    Args:
+        folder: of the export.
+        config: of the drafter, which `why_not_vllm` has nothing against.
+        target: it was trained for, or its tables alone.
+        name: the target as messages name it.
+        fingerprint: of the target.
+        attention: `stock`, vLLM's own, or `exact`, as trained where the CPU or FlashAttention runs it.
+    """
+    out = folder / FOLDER
+    out.mkdir()
+    try:
+        os.link(folder / WEIGHTS, out / WEIGHTS)
+    except OSError:  # a file system without links
+        shutil.copyfile(folder / WEIGHTS, out / WEIGHTS)
+    norm, rows = target.model.model.norm.weight, target.model.get_input_embeddings().weight[:ROWS]
+    tensors = {"target.norm": norm, "target.embedding": rows}
+    save_file({key: one.detach().float().cpu().contiguous() for key, one in tensors.items()}, out / TARGET)
+    write_json(out / "config.json", vllm_config(config, target, name, fingerprint, attention))
+
+
+def vllm_config(config: SpireConfig, target: TargetModel, name: str, fingerprint: str, attention: str) -> dict:
+    """Return what `config.json` holds: sizes under the names that vLLM reads, and all that its class needs."""
+    shape, n_blocks = config.shape, target.model.config.num_hidden_layers
+    ids = {n_blocks if layer == FINAL else layer for layer in config.captured_layers}  # vLLM gives each of them once
+    sizes = {"vocab_size": shape.vocab_size, "hidden_size": shape.hidden_size, "n_blocks": n_blocks}
+    rows = min(ROWS, shape.vocab_size)
+    return {
+        "architectures": [ARCHITECTURE],
+        "model_type": "llama",
+        "hidden_size": len(config.captured_layers) * shape.hidden_size,  # of what the proposer hands on
+        "intermediate_size": shape.intermediate_size,
+        "num_hidden_layers": config.n_layer,
+        "num_attention_heads": shape.n_head,
+        "num_key_value_heads": shape.n_kv_head,
+        "head_dim": shape.head_dim,
+        "vocab_size": shape.vocab_size,
+        "rms_norm_eps": shape.rms_norm_eps,
+        "rope_parameters": shape.rope_parameters,
+        "max_position_embeddings": shape.max_positions,
+        "hidden_act": shape.hidden_act,
+        "tie_word_embeddings": False,
+        "torch_dtype": "float32",
+        "eagle_aux_hidden_state_layer_ids": sorted(ids),
+        "version": VERSION,
+        "attention": attention,
+        "target": {"name": name, "fingerprint": fingerprint, "rows": rows, **sizes},
+        "spire": asdict(config),
+    }
+
+
+def check_vllm(config: SpireConfig, attention: str | None) -> None:
+    """Raise UserError where an attention is asked for that cannot be had. None: it is not asked for."""
+    if attention is not None and (why := why_not_vllm(config)) is not None:
+        raise UserError(f"attention={attention} is for vLLM, which cannot run this drafter: {why}; remove it")
