@@ -71,12 +71,14 @@ def test_every_experiment_composes_with_every_ablation(name):
             # Without the target's activations there is no feedback, and tied tables are trained as one.
             others = {"none": 0, **dict.fromkeys(("no_target_activations", "tied_input", "shared_memories"), 2)}
             assert len(differing) == others.get(ablation, 1), ablation
+        for engine in files_of("engine"):
+            assert plain(options("train", "+exp=spire", f"+engine={engine}")) != first
 
 
 def test_every_folder_of_conf_is_a_group_of_some_command():
     groups = {group for _, groups in COMMANDS.values() for group in groups}
     folders = {path.name for path in conf_dir().iterdir() if path.is_dir()}
-    assert folders - groups == {"ablation", "cost", "formats", "hydra", "papers", "questions", "recipe", "sweep"}
+    assert folders - groups == {"ablation", "cost", "engine", "formats", "hydra", "papers", "questions", "recipe", "sweep"}
 
 
 def test_a_recipe_changes_an_experiment_and_gives_way_to_what_is_typed():

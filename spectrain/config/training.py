@@ -178,6 +178,9 @@ class Spire:
     k: int = option(4, "drafted tokens per rollout [4]", least=1)
     window_tokens: int = option(64, "positions that are seen: t-63 to t [64]", least=1)
     sink_tokens: int = option(1, "first positions of the text, always seen [1]", least=0)
+    own_key: bool = option(
+        True, "a token sees its own key, too [true]; false: the memories before it alone, as in engines (+engine=vllm)"
+    )
     init: str = option("pruned", "pruned, random, or a SPIRe drafter that is trained further [pruned]", path=True)
     input: str = option(
         "projected",

@@ -227,7 +227,7 @@ class LlamaBlock(nn.Module):
         """Run the block over n queries x [B, n, D], whose own keys come after the past ones, and those `since` then.
 
         `rope` is cos and sin at the queries' positions, each [B or 1, n, E]. For `mask` see
-        `attention`; a query always sees its own key. Returns the block's output [B, n, D], and K/V of its input.
+        `attention`, which includes each query's own key. Returns the block's output [B, n, D], and K/V of its input.
         """
         queries, own = self.queries_keys_values(x, rope)
         every = KeysValues.cat([past, own] if since is None else [past, since, own])

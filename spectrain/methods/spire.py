@@ -304,10 +304,10 @@ class Spire(ChainDrafter):
         x = self.drafter.joined(self.drafter.embed(tokens), above)
         if self.slots.fused is not None:
             return self.slots.step(x, positions, slots, seen)
-        (n_rows, n_new), past = tokens.shape, self.slots.all_of(len(tokens))
-        alone = torch.eye(n_new, dtype=torch.bool, device=seen.device).expand(n_rows, -1, -1)
+        n_rows, past = len(tokens), self.slots.all_of(len(tokens))
+        own = torch.diag_embed(seen.gather(2, slots[:, :, None])[..., 0])  # [n, m, m]
         seen = seen.scatter(2, slots[:, :, None], False)  # a node's own keys are not in its slot yet
-        mask = additive(torch.cat([seen, alone], dim=2)[:, None], past[0].keys.dtype)
+        mask = additive(torch.cat([seen, own], dim=2)[:, None], past[0].keys.dtype)
         states, memories = self.drafter.step(x, self.drafter.rope(positions), past, mask)
         self.slots.put(memories, slots, slice(0, n_rows))
         return self.drafter.kept_logits(states), states

@@ -103,14 +103,20 @@ class SlotStore:
     def read(self, queries: Tensor) -> tuple[list[KeysValues], Tensor]:
         """All slots, and which of them the queries at positions [n] see: [n, 1, 1, S + 1] bool, themselves last."""
         n_rows = len(queries)
-        earlier = self.seen_by(queries) & (self.positions[:n_rows] < queries[:, None])
-        return self.all_of(n_rows), torch.nn.functional.pad(earlier, (0, 1), value=True)[:, None, None]
+        earlier = self.before(queries)
+        itself = self.config.sees_itself(earlier)[:, None]
+        return self.all_of(n_rows), torch.cat([earlier, itself], dim=1)[:, None, None]
 
     def seen_by(self, queries: Tensor) -> Tensor:
-        """Which slots the queries at positions [n] see, [n, S] bool, what stands at their own positions included."""
+        """Which slots the queries at positions [n] see, [n, S] bool, where their own K/V stand at these positions."""
+        earlier, own = self.before(queries), self.positions[: len(queries)] == queries[:, None]
+        return earlier | (own & self.config.sees_itself(earlier)[:, None])
+
+    def before(self, queries: Tensor) -> Tensor:
+        """Which slots of earlier positions the queries at positions [n] see, [n, S] bool."""
         positions, t = self.positions[: len(queries)], queries[:, None]
         near = (positions > t - self.config.window_tokens) | (positions < self.config.sink_tokens)
-        return near & (positions >= 0) & (positions <= t)
+        return near & (positions >= 0) & (positions < t)
 
     def all_of(self, n_rows: int) -> list[KeysValues]:
         """All slots of the first rows."""
@@ -128,7 +134,9 @@ class SlotStore:
         seen = near & (positions >= 0)
         seen[:, :, self.first_node : self.first_node + n_nodes] = tree.ancestors[:, -n_new:]
         slots = torch.arange(n_nodes - n_new, n_nodes, device=seen.device) + self.first_node
-        return seen, slots.expand(n_rows, -1)
+        own = slots.expand(n_rows, -1)[..., None]
+        seen.scatter_(2, own, False)  # a node is one of its ancestors
+        return seen.scatter(2, own, self.config.sees_itself(seen)[..., None]), own[..., 0]
 
     def step(self, x: Tensor, positions: Tensor, slots: Tensor, seen: Tensor) -> tuple[Tensor, Tensor]:
         """Read m nodes of each row through our own kernels on a GPU, and store their memories.
@@ -137,7 +145,7 @@ class SlotStore:
             x: [n, m, D] inputs of the first block.
             positions: [n, m] int64.
             slots: [n, m] int64, where their own K/V go, and then those of their memories.
-            seen: [n, m, S] bool, the slots that each node sees, its own one included.
+            seen: [n, m, S] bool, the slots that each node sees; its own one, where it sees itself.
 
         Returns:
             Logits [n, m, K], and final states [n, m, D].
@@ -185,7 +193,7 @@ class SlotStore:
 class StepProgram(DecoderProgram):
     """What a draft step computes for m nodes of each of B rows, in the slots of a store.
 
-    A node's own K/V are written to its slot, where it sees them, and then overwritten by those of its memory.
+    A node's own K/V are written to its slot, where it may see them, and then overwritten by those of its memory.
     """
 
     def __init__(self, slots: SlotStore, n_rows: int, n_nodes: int) -> None:
@@ -213,7 +221,7 @@ class StepProgram(DecoderProgram):
         d, n_slots, m = config.shape.hidden_size, slots.positions.shape[1], len(self.x)
         if seen is None:
             seen = self.hold(torch.zeros(m, 1, n_slots, dtype=torch.bool))
-            ring = config.window_tokens, config.sink_tokens, slots.ring_tokens
+            ring = config.window_tokens, config.sink_tokens, slots.ring_tokens, config.own_key
             self.goes_on(self.window(slots.positions, seen, *ring))
         self.rope_angles(drafter.rope)
         for i, (block, store) in enumerate(zip(drafter.blocks, slots.stores, strict=True)):

@@ -96,8 +96,11 @@ class SpireStates(DraftStates):
 
     def fingerprint(self) -> str:
         description = asdict(self.drafter.config)
+        # Both are younger than heads that name their drafter so.
         if not description["shape"]["layer_types"]:
-            del description["shape"]["layer_types"]  # younger than heads that name their drafter so
+            del description["shape"]["layer_types"]
+        if description["own_key"]:
+            del description["own_key"]
         return module_fingerprint(self.drafter, description)
 
     def hidden(self, tokens: Tensor, captured: Tensor | None) -> Tensor:

@@ -201,7 +201,8 @@ class _Layout:
         context = self._sees(roots + j, blocks[..., j], before=roots)
         itself = torch.eye(roots.shape[1], dtype=torch.bool, device=roots.device)
         earlier = [itself & ((blocks[..., i] == blocks[..., j]) & (roots + i >= 0))[..., None] for i in range(j)]
-        return torch.cat([context, *earlier, itself.expand(*blocks.shape[:2], -1, -1)], dim=3)
+        others = torch.cat([context, *earlier], dim=3)
+        return torch.cat([others, itself & self.config.sees_itself(others)[..., None]], dim=3)
 
     def window_mask(self) -> Tensor:
         """[B or 1, c, C, s + 2C] bool: what each token of a chunk sees."""

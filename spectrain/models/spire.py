@@ -59,6 +59,9 @@ class SpireConfig:
     # Whether the first block's input also holds W2 h, h being the target's final state one token earlier, for drafted
     # tokens the drafter's own. Not in the paper; EAGLE does so.
     previous_state: bool = False
+    # Whether a token sees its own key, besides those of the memories before it. Attention kernels that read one KV cache
+    # have no place for it, so false is what engines run as it was trained. See `sees_itself`.
+    own_key: bool = True
     # Tokens that it can draft: fewer than the target has, whose probability is 0 for all others. None: all.
     draft_vocab: int | None = None
 
@@ -73,6 +76,10 @@ class SpireConfig:
             raise UserError("draft_vocab needs input=projected or trained: a tied table has all tokens")
         if self.k > self.window_tokens:
             raise UserError(f"k={self.k} is larger than window_tokens={self.window_tokens}; raise it, or lower k")
+        if not self.own_key and not self.target_activations:
+            raise UserError("own_key=false needs target_activations=true: without, no key is a memory")
+        if not self.own_key and self.window_tokens < 2:
+            raise UserError("own_key=false needs window_tokens of 2 or more: one is the token itself")
         if self.feedback and not self.target_activations:
             raise UserError("target_activations=false needs feedback=false, or the context is read token by token")
 
@@ -89,6 +96,13 @@ class SpireConfig:
     def captured_layers(self) -> tuple[int, ...]:
         """The layers that `TargetModel` captures: the inputs of the blocks, and FINAL states at the end if needed."""
         return self.block_layers + (FINAL,) * self.previous_state
+
+    def sees_itself(self, others: Tensor) -> Tensor:
+        """Return whether each query sees its own key, [..] bool, given which other keys it sees, [.., S] bool.
+
+        With own_key=false it does where it sees no other key: at the first position of a text.
+        """
+        return torch.ones_like(others[..., 0]) if self.own_key else ~others.any(dim=-1)
 
     @property
     def has_one_table(self) -> bool:

@@ -55,7 +55,7 @@ NOT_HASHED_OF = {
     "data": ("address", "timeout_s"),
 }
 # Options that came later, with the values by which runs of earlier versions were made: at them they are not hashed.
-LATER = {"shifted_blocks": True, "max_length": None, "optimizer": {"final_share": 0.0}}
+LATER = {"shifted_blocks": True, "own_key": True, "max_length": None, "optimizer": {"final_share": 0.0}}
 
 
 @dataclass(frozen=True)

@@ -222,6 +222,7 @@ class SpireExperiment(Experiment):
         if reads_previous is None:
             reads_previous = config["input"] != "tied" and config["target_activations"]
         options |= {"previous_state": reads_previous, "draft_vocab": None if kept is None else len(kept)}
+        options["own_key"] = config.get("own_key", True)  # runs of earlier versions lack it
         if config["input"] == "tied":
             options["unembedding"] = "trained"
         layers = last_layers(self.target.model, config["n_layer"])

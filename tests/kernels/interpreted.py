@@ -21,7 +21,7 @@ from spectrain.methods.autoregressive import Autoregressive
 from spectrain.methods.spire import Spire
 from tests.conftest import random_prompts, tiny_model
 from tests.decoding.reference import random_parents, tree_of
-from tests.models.test_spire import make
+from tests.models.test_spire import ENGINE, make
 
 pytestmark = pytest.mark.filterwarnings("ignore:divide by zero", "ignore:overflow")
 EPS = 1e-5
@@ -182,7 +182,7 @@ def test_greedy_text_is_that_of_torch():
 
 
 @pytest.mark.parametrize(
-    "options", [{"draft_vocab": 30, "input": "trained"}, {"family": "qwen3", "feedback": False}], ids=str
+    "options", [{"draft_vocab": 30, "input": "trained"}, {"family": "qwen3", "feedback": False}, ENGINE], ids=str
 )
 def test_a_spire_drafter_reads_chains_and_trees_as_torch_does(options, monkeypatch):
     """Each step reads what the one before it has stored; then a root is read, and two tokens below it at once."""

@@ -16,7 +16,7 @@ from spectrain.methods.stopping import HeadStop, StopRule, UnsureStop
 from spectrain.models.head import AcceptanceHead, HeadConfig
 from spectrain.models.rollout import rollout
 from tests.conftest import VOCAB_SIZE, random_prompts, tiny_model
-from tests.models.test_spire import make
+from tests.models.test_spire import ENGINE, make
 
 INPUTS = [
     {"input": "projected", "unembedding": "target"},
@@ -27,6 +27,7 @@ INPUTS = [
     {"input": "trained", "unembedding": "trained", "previous_state": True, "sink_tokens": 30},
     {"input": "projected", "unembedding": "target", "draft_vocab": 30},
     {"input": "trained", "unembedding": "trained", "previous_state": True, "draft_vocab": 30},
+    {**ENGINE, "draft_vocab": 30},
 ]
 SHARED = {"feedback": "shared", "target_layers": (FINAL, FINAL)}
 
@@ -131,7 +132,7 @@ def rules(linear: type[RowsLinear] = RowsLinear) -> dict[str, StopRule]:
 @pytest.mark.parametrize("name", list(rules()))
 @pytest.mark.parametrize(
     ("options", "draft_dtype", "sampling"),
-    [(INPUTS[4], "int8", Sampling(1.3, top_k=20, top_p=0.9)), (INPUTS[7], "float32", Sampling())],
+    [(INPUTS[8], "int8", Sampling(1.3, top_k=20, top_p=0.9)), (INPUTS[7], "float32", Sampling())],
     ids=str,
 )
 def test_a_rule_ends_the_chain_of_a_program_as_it_ends_one_step_by_step(name, options, draft_dtype, sampling):
@@ -233,7 +234,7 @@ def test_drafts_of_shortened_weights_come_near_those_of_training(draft_dtype):
     assert all(torch.equal(a, b) for a, b in zip(target.model.parameters(), before, strict=True))
 
 
-@pytest.mark.parametrize("options", [INPUTS[6], INPUTS[7]], ids=str)
+@pytest.mark.parametrize("options", INPUTS[6:], ids=str)
 @pytest.mark.parametrize("sampling", [Sampling(), Sampling(temperature=1.0)], ids=["greedy", "T=1"])
 def test_a_drafter_that_is_held_to_few_tokens_drafts_these_and_leaves_the_text_to_the_target(options, sampling):
     target, drafter = make(**options)

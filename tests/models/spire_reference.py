@@ -31,7 +31,8 @@ def slow_rollout(
             states[0] = states[0] + drafter.previous.weight @ before
         for i, block in enumerate(drafter.blocks):
             keys = {p: captured[p, i] if p < root else memories[p, i] for p in seen(drafter, t)}
-            keys[t] = states[i]  # the diagonal: its own input, not its memory
+            if drafter.config.own_key or not keys:
+                keys[t] = states[i]  # the diagonal: its own input, not its memory
             states.append(slow_block(block, states[i], t, keys))
         for i in range(drafter.config.n_layer):
             memories[t, i] = slow_memory(drafter, states, i)

@@ -20,6 +20,7 @@ from tests.conftest import VOCAB_SIZE, tiny_model
 from tests.models.spire_reference import slow_rollout
 
 PREVIOUS = {"input": "projected", "unembedding": "target", "previous_state": True}
+ENGINE = {**PREVIOUS, "own_key": False, "sink_tokens": 0}
 TOLERANCE = {"atol": 1e-5, "rtol": 1e-5}
 
 
@@ -87,6 +88,8 @@ def test_blocks_of_gemma_compute_what_the_targets_own_do():
         {"input": "trained", "unembedding": "target"},
         PREVIOUS,
         {**PREVIOUS, "feedback": False, "sink_tokens": 3, "k": 3, "window_tokens": 5},
+        ENGINE,
+        {"own_key": False, "sink_tokens": 2, "k": 3, "window_tokens": 5, "feedback": False},
     ],
     ids=str,
 )
@@ -104,7 +107,7 @@ def test_batched_rollout_equals_the_definition(options):
 
 @pytest.mark.parametrize("first_root", [1, 2, 3])
 @pytest.mark.parametrize(
-    "options", [{}, {"feedback": False, "sink_tokens": 3}, {"window_tokens": 100}, PREVIOUS], ids=str
+    "options", [{}, {"feedback": False, "sink_tokens": 3}, {"window_tokens": 100}, PREVIOUS, ENGINE], ids=str
 )
 def test_blocks_may_begin_anywhere(options, first_root):
     target, drafter = make(**options)
@@ -125,6 +128,7 @@ PACKED_OPTIONS = [
     {"sink_tokens": 0, "window_tokens": 4},
     {"window_tokens": 100, "family": "llama_gqa"},
     PREVIOUS,
+    ENGINE,
     {"feedback": False, "target_activations": False},
 ]
 
@@ -258,6 +262,8 @@ def test_targets_that_are_not_llama_like_are_named():
     [
         ({"k": 9}, "k=9 is larger than window_tokens=8"),
         ({"previous_state": True}, "previous_state=true needs input=projected or trained, and target_activations=true"),
+        ({"own_key": False, "feedback": False, "target_activations": False}, "own_key=false needs target_activations=t"),
+        ({"own_key": False, "k": 1, "window_tokens": 1}, "own_key=false needs window_tokens of 2 or more"),
         ({"unembedding": "target"}, "input=tied trains its own unembedding; give unembedding=trained"),
     ],
 )

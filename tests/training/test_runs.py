@@ -90,10 +90,10 @@ def test_another_config_is_refused_and_named(tmp_path):
 
 def test_options_that_came_later_leave_runs_of_earlier_versions_as_they_were(tmp_path):
     now = config_of("+exp=spire")
-    before = {key: value for key, value in now.items() if key != "shifted_blocks"}
+    before = {key: value for key, value in now.items() if key not in ("shifted_blocks", "own_key")}
     before["optimizer"] = {key: value for key, value in now["optimizer"].items() if key != "final_share"}
     assert RunFolder.path_of(before) == RunFolder.path_of(now)
-    for changed in ("optimizer.final_share=0.1", "shifted_blocks=false"):
+    for changed in ("optimizer.final_share=0.1", "shifted_blocks=false", "own_key=false"):
         assert RunFolder.path_of(config_of("+exp=spire", changed)) != RunFolder.path_of(now)
     place = {"run_dir": str(tmp_path / "run")}
     RunFolder.find(before | place).begin()

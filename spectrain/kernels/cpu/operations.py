@@ -114,14 +114,17 @@ def _slot(t, n_sinks, n_ring):
 def window(op, thread, n_threads):
     """Where rows write the K/V of position t in a ring behind sinks, and which of its slots they see; see `Spire`."""
     stored, now, slots, seen = op[1], wholes(op[2]), wholes(op[3]), op[4]
-    window, n_sinks, n_ring, n_slots, n_rows = op[5], op[6], op[7], op[8], op[9]
+    window, n_sinks, n_ring, n_slots, n_rows, own_key = op[5], op[6], op[7], op[8], op[9], op[10]
     for row in range(thread, n_rows, n_threads):
         t, positions, flag = now[row], wholes(stored + 8 * row * n_slots), flags(seen + row * n_slots)
         slots[row] = _slot(t, n_sinks, n_ring)
         positions[slots[row]] = t
+        sees_itself = True
         for slot in range(n_slots):
             p = positions[slot]
-            flag[slot] = 0 <= p <= t and (p > t - window or p < n_sinks)
+            flag[slot] = 0 <= p < t and (p > t - window or p < n_sinks)
+            sees_itself = sees_itself and (own_key != 0 or not flag[slot])
+        flag[slots[row]] = sees_itself
 
 
 @fast
