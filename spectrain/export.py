@@ -1,7 +1,8 @@
-"""Exports a run, finished or not, or a lookup method with its datastore, as a folder that other engines load.
+"""Exports a run, an exported SPIRe drafter anew, or a lookup method with its datastore, as a folder for other engines.
 
     python -m spectrain.export run=runs/spire-1f0c93ab              # what training exports: the best weights
     python -m spectrain.export run=runs/spire-1f0c93ab weights=last # the newest checkpoint, DeepSpeed's as well
+    python -m spectrain.export drafter=checkpoints/smollm2-135m-spire attention=exact   # written anew, for vLLM
     python -m spectrain.export method=sssd datastore=checkpoints/datastore-7c1b2f08
 
 docs/export.md says what the folders hold, and how vLLM, SGLang and transformers open them.
@@ -22,10 +23,10 @@ from functools import partial
 from pathlib import Path
 
 from spectrain.cli import open_target
-from spectrain.config.commands import Export
+from spectrain.config.commands import Export, Target
 from spectrain.errors import UserError
-from spectrain.models.artifacts import is_export, read_manifest
-from spectrain.serving.exporting import lookup_export, run_export, write_export, write_lookup
+from spectrain.models.artifacts import is_export, load_spire, read_manifest
+from spectrain.serving.exporting import lookup_export, run_export, write_again, write_export, write_lookup
 from spectrain.stores.folder import locked, refuse_existing, write_folder
 from spectrain.stores.locations import BUNDLED
 from spectrain.terminal import PROMPTS, say_next, stage
@@ -39,9 +40,13 @@ CHAT_TEMPLATE = "chat_template.jinja"  # beside the tokenizer of a chat model
 
 def main(options: Export) -> None:
     os.environ.setdefault("DS_ACCELERATOR", "cpu")  # for its checkpoints' sake deepspeed is imported, and needs no GPU
-    if (options.run is None) == (options.method is None):
-        raise UserError("give either run=<folder of a run>, or method=<lookup method> with datastore=<folder>")
-    out, write = of_run(options) if options.run is not None else of_lookup(options)
+    given = [one for one in (options.run, options.drafter, options.method) if one is not None]
+    if len(given) != 1:
+        raise UserError(
+            "give one of run=<folder of a run>, drafter=<exported SPIRe drafter>, or method=<lookup method> with "
+            "datastore=<folder>"
+        )
+    out, write = (of_lookup if options.method else of_run if options.run else of_drafter)(options)
     with locked(out, otherwise=", or give another out"):
         refuse_existing(out)
         with stage("exporting"):
@@ -72,12 +77,33 @@ def of_run(options: Export) -> tuple[Path, Callable[..., None]]:
     experiment = run.experiment(
         partial(open_target, replace(run.target, parallel="none", tp=None), "cpu", has_blocks=False)
     )
-    return out, partial(write_export, export=run_export(experiment, options.weights))
+    if options.attention is not None and experiment.exports != "spire":
+        raise UserError(f"attention={options.attention} is no option of {run.path}; remove it")
+    export = replace(run_export(experiment, options.weights), attention=options.attention)
+    return out, partial(write_export, export=export)
+
+
+def of_drafter(options: Export) -> tuple[Path, Callable[..., None]]:
+    """Return where an exported SPIRe drafter is written anew, and what fills that folder."""
+    drafter = Path(options.drafter)
+    for name, value in {"datastore": options.datastore, "export_dtype": options.export_dtype}.items():
+        if value is not None:
+            raise UserError(f"{name}={value} is nothing that drafter= takes; remove it")
+    out = Path(options.out) if options.out else EXPORTED / drafter.name
+    if out.resolve().is_relative_to(drafter.resolve()):
+        raise UserError(f"out={out} lies inside the drafter {drafter}; give a folder outside of it")
+    refuse_existing(out)
+    path = options.target.path or read_manifest(drafter).target
+    target = open_target(Target(path, dtype="float32"), "cpu", has_blocks=False)
+    load_spire(drafter, target)  # what is no such drafter is refused before a folder is begun
+    return out, partial(write_again, drafter=drafter, target=target, attention=options.attention)
 
 
 def of_lookup(options: Export) -> tuple[Path, Callable[..., None]]:
     """Return where a lookup method is exported to, and what fills that folder."""
     method = options.method
+    if options.attention is not None:
+        raise UserError(f"attention={options.attention} is an option of a SPIRe drafter; remove it")
     out = Path(options.out) if options.out else EXPORTED / method["_target_"].split(".")[-2]
     refuse_existing(out)
     export = lookup_export(method, options.datastore, options.target.path or BUNDLED)

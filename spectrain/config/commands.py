@@ -411,9 +411,15 @@ class Export:
     """Write a run, or a lookup method, as a folder for other engines."""
 
     run: str | None = option(None, "folder of a run, finished or not", path=True)
+    drafter: str | None = option(None, "an exported SPIRe drafter in place of a run, to be written anew", path=True)
     weights: str = option("best", "last: those of the newest checkpoint", one_of=("best", "last"))
     export_dtype: str | None = option(
         None, "of a SPIRe drafter; null: as its training exports it", one_of=("bfloat16", "float32")
+    )
+    attention: str | None = option(
+        None,
+        "of a SPIRe drafter in vLLM; stock: vLLM's own; exact: as trained; null: stock",
+        one_of=("stock", "exact"),
     )
     method: dict[str, Any] | None = option(None, "a lookup method in place of a run; its options are method.*")
     target: Named = group(Named)

@@ -10,7 +10,6 @@ from pathlib import Path
 from safetensors.torch import save_file
 
 from spectrain.decoding.target import FINAL, TargetModel
-from spectrain.errors import UserError
 from spectrain.models.artifacts import WEIGHTS
 from spectrain.models.spire import SpireConfig
 from spectrain.stores.files import write_json
@@ -21,7 +20,6 @@ ARCHITECTURE = "SpireLlamaEagle3"  # vLLM leaves names that end like this as the
 TARGET = "target.safetensors"  # of the target: its last norm, and some rows of its embedding, by which it is known
 ROWS = 64
 ACTIVATIONS = ("silu", "swish", "gelu", "gelu_pytorch_tanh")  # that vLLM's gated MLP has
-ATTENTIONS = ("stock", "exact")
 
 
 def why_not_vllm(config: SpireConfig) -> str | None:
@@ -91,9 +89,3 @@ def vllm_config(config: SpireConfig, target: TargetModel, name: str, fingerprint
         "target": {"name": name, "fingerprint": fingerprint, "rows": rows, **sizes},
         "spire": asdict(config),
     }
-
-
-def check_vllm(config: SpireConfig, attention: str | None) -> None:
-    """Raise UserError where an attention is asked for that cannot be had. None: it is not asked for."""
-    if attention is not None and (why := why_not_vllm(config)) is not None:
-        raise UserError(f"attention={attention} is for vLLM, which cannot run this drafter: {why}; remove it")

@@ -1,12 +1,12 @@
 """A SPIRe drafter behind vLLM's EAGLE-3 proposer: the class that `architectures` in `vllm/config.json` names.
 
 It imports vLLM and torch alone. It was run with vLLM 0.32.0 on a CPU, by the V1 runner
-(`vllm/v1/spec_decode/llm_base_proposer.py`). The V2 runner, which needs Triton, was read
-(`vllm/v1/worker/gpu/spec_decode/target_dependent_ar/speculator.py` and `eagle/utils.py`): it loads the class, shares the
-target's tables, sizes its buffer, calls `combine_hidden_states` and hands states on in the same way, and takes any class.
+(`vllm/v1/spec_decode/llm_base_proposer.py`). The V2 runner, which needs Triton, was read, not run
+(`vllm/v1/worker/gpu/spec_decode/target_dependent_ar/speculator.py` and `eagle/utils.py`). It loads the class, shares
+the target's tables, sizes its buffer, calls `combine_hidden_states` and hands states on in the same way.
 
-For each token of a step, at position p, the proposer gives `positions` p, `hidden_states`: what `combine_hidden_states`
-made of the target's states at p, `input_ids`: the token at p + 1, and the slot of p in the caches of the draft layers.
+For each token of a step, at position p, the proposer gives `positions` p, the token at p + 1 as `input_ids`, the slot
+of p in the caches of the draft layers, and as `hidden_states` what `combine_hidden_states` made of the target's states.
 The model returns the state for the logits, and the state that is given with the next drafted token. That is how SPIRe
 reads a text, shifted by one:
 
@@ -16,10 +16,10 @@ reads a text, shifted by one:
 - K and V of the memories at p are written to the slot of p. The token at p + 1 asks with RoPE at p + 1.
 - The next step writes the target's memories to the slots of drafted tokens before anything reads them.
 
-Attention is `stock`, vLLM's own with a sliding window, or `exact`, as the drafter was trained. They differ in the key of
-the token itself and in the sink tokens, which vLLM's attention does not have, and agree for a drafter without them.
-`exact` gathers the few keys of a window by itself, and merges nothing by log-sum-exp, which not every backend returns.
-No way waits for the host, so both can stand in CUDA graphs.
+Attention is `stock`, vLLM's own with a sliding window, or `exact`, as the drafter was trained. They differ in a token's
+own key and in the sink tokens, which vLLM's attention lacks, and agree for a drafter that was trained without them.
+`exact` gathers the few keys of a window by itself. So it needs no log-sum-exp, which not every backend returns, to add
+the own key and the sinks to a window's result. Neither waits for the host, as CUDA graphs demand.
 """
 
 from __future__ import annotations
@@ -115,7 +115,9 @@ class SpireBlock(nn.Module):
         self.gate_up = MergedColumnParallelLinear(width, [inner] * 2, bias=bias, prefix=f"{prefix}.gate_up", **linear)
         self.down = RowParallelLinear(inner, width, bias=bias, prefix=f"{prefix}.down", **linear)
         self.activation = get_act_and_mul_fn(shape["hidden_act"])
-        self.rotary = get_rope(head, shape["max_positions"], is_neox_style=True, rope_parameters=shape["rope_parameters"])
+        self.rotary = get_rope(
+            head, shape["max_positions"], is_neox_style=True, rope_parameters=shape["rope_parameters"]
+        )
         n_ranks = vllm_config.parallel_config.tensor_parallel_size
         self.attention = Attention(
             n_head // n_ranks,
@@ -186,9 +188,9 @@ class SpireBlock(nn.Module):
     enable_if=lambda vllm_config: attention_of(vllm_config) == "stock",
 )
 class SpireModel(nn.Module):
-    """Input, blocks and final norm. `embed_tokens` is the target's, which the proposer puts in the place of an empty one.
+    """Input, blocks and final norm. The proposer puts the target's embedding in the place of `embed_tokens`.
 
-    Letters: n tokens, D width of the target, C blocks, P parts of a hidden state: C, and one more with `previous_state`.
+    Letters: n tokens, D width of the target, C blocks, P parts of a hidden state: C, one more with `previous_state`.
     """
 
     def __init__(self, *, vllm_config: VllmConfig, prefix: str = "") -> None:
@@ -307,7 +309,7 @@ def last_rows(starts: Tensor, n_last: int, n_tokens: int) -> Tensor:
 
 
 class SpireLlamaEagle3(Eagle3LlamaForCausalLM):
-    """The proposer's view of it. V1 asks for one of vLLM's own classes, of which this one keeps what makes the logits."""
+    """The drafter as the proposer sees it. V1 asks for a class of vLLM's own, of which only the logits are used here."""
 
     has_own_embed_tokens = False  # the proposer shares the target's
     use_parallel_drafting = False
@@ -396,7 +398,9 @@ class SpireLlamaEagle3(Eagle3LlamaForCausalLM):
     def kept_rows(self, head: ParallelLMHead) -> ParallelLMHead:
         kept, weight = self.draft_id_to_target_id, getattr(head, "weight", None)
         if weight is None or not weight.is_floating_point():
-            refuse("draft_vocab needs the target's unembedding, which is quantized here; serve the target with a plain one")
+            refuse(
+                "draft_vocab needs the target's unembedding, which is quantized here; serve the target with a plain one"
+            )
         kept = (kept + torch.arange(len(kept), device=kept.device)) - head.shard_indices.org_vocab_start_index
         is_here = (kept >= 0) & (kept < head.shard_indices.num_org_elements)
         rows = weight[kept.clamp(0, len(weight) - 1)] * is_here[:, None]  # each rank has those of some tokens

@@ -25,8 +25,17 @@ CORPUS_MARGIN = 1.2  # SGLang refuses a corpus that has more tokens than it was 
 NOT_SHOWN = ("drafter", "responses", "held_out_share", "export_dtype")  # of an experiment's options
 
 
+NO_ENGINE = "No other engine runs this kind of drafter."
+
+
 def trained_card(
-    kind: str, folder: str, target: tuple[str, str], config: Mapping, trained: Mapping, attempts: Sequence[Mapping]
+    kind: str,
+    folder: str,
+    target: tuple[str, str],
+    config: Mapping,
+    trained: Mapping,
+    attempts: Sequence[Mapping],
+    engine: str = NO_ENGINE,
 ) -> str:
     """The card of a trained drafter, acceptance head or target.
 
@@ -37,6 +46,7 @@ def trained_card(
         config: of the run, resolved.
         trained: steps, tokens, tau and more, as spectrain.json keeps them.
         attempts: of run.json: code, versions, devices.
+        engine: how another engine runs a drafter or head that is no Hugging Face model; see `vllm_use`.
     """
     data = config.get("data") or {}
     taus = {name: row for name, row in (trained.get("tau") or {}).items() if name != "autoregressive"}
@@ -59,6 +69,18 @@ def trained_card(
         selected=trained.get("selected"),
         options={name: _plain(value) for name, value in options.items() if value is not None},
         attempts=attempts,
+        engine=engine,
+    )
+
+
+def vllm_use(folder: str, target: str, n_tokens: int, why_not: str | None) -> str:
+    """How vLLM serves an exported SPIRe drafter with drafts of n tokens, or why it cannot."""
+    if why_not is not None:
+        return f"No other engine runs this drafter: {why_not}."
+    speculative = _json_argument(method="eagle3", model=f"{folder}/vllm", num_speculative_tokens=n_tokens)
+    return (
+        "In vLLM 0.32, with spectrain in its environment (docs/export.md says how):\n\n"
+        f"```bash\nvllm serve {shlex.quote(target)} --speculative-config {speculative}\n```"
     )
 
 
@@ -106,9 +128,14 @@ def _card(template: str, kind: str, folder: str, target: tuple[str, str], **valu
     )
     values |= {"about": about(kind), "name": PurePath(folder).name, "folder": folder, "target": path, "named": _named}
     values |= {"fingerprint": fingerprint, "quote": shlex.quote}
-    values["json_argument"] = lambda **value: shlex.quote(json.dumps(value, separators=(",", ":")))
+    values["json_argument"] = _json_argument
     card = ModelCard.from_template(metadata, TEMPLATES / f"card_{template}.md", **values)
     return re.sub(r"\n{3,}", "\n\n", str(card)).strip() + "\n"
+
+
+def _json_argument(**value: object) -> str:
+    """A mapping as an argument of a shell's command line."""
+    return shlex.quote(json.dumps(value, separators=(",", ":")))
 
 
 def _named(path: str | None) -> str:

@@ -16,9 +16,10 @@ from pathlib import Path
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
-from spectrain.decoding import fingerprint, tokenizer_fingerprint
+from spectrain.decoding import TargetModel, fingerprint, tokenizer_fingerprint
 from spectrain.decoding.loading import first_line, read_config, read_tokenizer
 from spectrain.errors import UserError
+from spectrain.exports.vllm_folder import FOLDER, why_not_vllm, write_vllm_folder
 from spectrain.methods.loading import token_methods
 from spectrain.methods.options import build_function, check_options, plain_options
 from spectrain.methods.registry import instantiate, method_config
@@ -27,14 +28,17 @@ from spectrain.models.artifacts import (
     DATASTORE,
     Artifact,
     LookupFacts,
+    load_spire,
+    read_manifest,
     trained_artifact,
     write_manifest,
 )
 from spectrain.models.packages import target_path
+from spectrain.models.spire import SpireConfig
 from spectrain.retrieval.calibration import CALIBRATION
 from spectrain.retrieval.datastore import Datastore, largest_datastore
-from spectrain.serving.cards import TEMPLATES, lookup_card, trained_card
-from spectrain.stores.files import write_json
+from spectrain.serving.cards import NO_ENGINE, TEMPLATES, lookup_card, trained_card, vllm_use
+from spectrain.stores.files import read_object, write_json
 from spectrain.stores.folder import MANIFEST
 from spectrain.stores.locations import CHECKPOINTS, bundled_folder
 from spectrain.stores.overlap import TRAINED_ON
@@ -54,6 +58,7 @@ class Export:
     experiment: Experiment
     weights: dict[str, Tensor]  # whole, of the training's module
     trained: dict  # steps, tokens, tau: what spectrain.json keeps
+    attention: str | None = None  # of a SPIRe drafter in vLLM; None: stock
 
 
 def run_export(experiment: Experiment, which: str) -> Export:
@@ -100,7 +105,7 @@ def write_export(folder: Path, out: Path, export: Export) -> None:
     experiment.save(folder, export.weights)
     if (run.path / TRAINED_ON).is_file():
         shutil.copyfile(run.path / TRAINED_ON, folder / TRAINED_ON)
-    about_target = "", ""
+    about_target, engine = ("", ""), NO_ENGINE
     if target is not None:
         path, tokenizer = str(run.config["target"]["path"]), target.tokenizer
         tokenizer.save_pretrained(folder)
@@ -108,10 +113,36 @@ def write_export(folder: Path, out: Path, export: Export) -> None:
         write_manifest(folder, trained_artifact(kind, path, prints[0], trained, prints[1]))
         write_decode(folder)
         about_target = engine_path(path), prints[0]
-    card = trained_card(kind, named(out), about_target, run.config, trained, run.attempts)
+        if kind == "spire":
+            engine = write_for_vllm(folder, out, target, export.attention)
+    card = trained_card(kind, named(out), about_target, run.config, trained, run.attempts, engine)
     (folder / CARD).write_text(card, encoding="utf-8")
     for file in folder.rglob("*.safetensors"):  # safetensors makes files that nobody but their owner may read
         shutil.copymode(folder / CARD, file)
+
+
+def write_again(folder: Path, out: Path, drafter: Path, target: TargetModel, attention: str | None) -> None:
+    """Fill a folder that will appear as `out` with an exported SPIRe drafter as it is exported today."""
+    shutil.copytree(drafter, folder, dirs_exist_ok=True, ignore=lambda _, names: {FOLDER} & {*names})
+    write_json(folder / "config.json", load_spire(drafter, target).config)
+    engine = write_for_vllm(folder, out, target, attention)
+    if (folder / CARD).is_file():
+        card = (folder / CARD).read_text(encoding="utf-8")
+        (folder / CARD).write_text(card.replace(NO_ENGINE, engine), encoding="utf-8")
+
+
+def write_for_vllm(folder: Path, out: Path, target: TargetModel, attention: str | None) -> str:
+    """Write what vLLM needs beside a SPIRe drafter, where it can run it, and return what its card says of it."""
+    config, artifact = read_object(folder / "config.json", SpireConfig, "export it again"), read_manifest(folder)
+    if (why := why_not_vllm(config)) is not None:
+        if attention is not None:
+            raise UserError(f"attention={attention} is for vLLM, which cannot run this drafter: {why}; remove it")
+        log.info("no folder for vLLM: %s", why)
+    else:
+        of_target = engine_path(artifact.target), artifact.target_fingerprint
+        write_vllm_folder(folder, config, target, *of_target, attention or "stock")
+    n_tokens = artifact.trained.get("fastest_gamma") or config.k
+    return vllm_use(named(out), engine_path(artifact.target), n_tokens, why)
 
 
 def write_decode(folder: Path) -> None:
