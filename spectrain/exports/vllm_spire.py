@@ -309,7 +309,7 @@ def last_rows(starts: Tensor, n_last: int, n_tokens: int) -> Tensor:
 
 
 class SpireLlamaEagle3(Eagle3LlamaForCausalLM):
-    """The drafter as the proposer sees it. V1 asks for a class of vLLM's own, of which only the logits are used here."""
+    """The drafter as the proposer sees it. V1 asks for a class of vLLM's own, of which the logits alone are used."""
 
     has_own_embed_tokens = False  # the proposer shares the target's
     use_parallel_drafting = False

@@ -93,6 +93,23 @@ class Driver:
         found, calls[:] = list(calls), []
         return found
 
+    def record(self) -> None:
+        """Keep what the proposer drafts from now on, of one text after the other; see `drafted`."""
+        runner = self.llm.llm_engine.model_executor.driver_worker.worker.model_runner
+        propose, self.drafts = runner.drafter.propose, []
+
+        def recorded(*args, **options):
+            drafts = propose(*args, **options)
+            self.drafts += drafts.tolist()
+            return drafts
+
+        runner.drafter.propose = recorded
+
+    def drafted(self) -> list[list[int]]:
+        """The drafts since the last call, in their order."""
+        found, self.drafts[:] = list(self.drafts), []
+        return found
+
     def counters(self) -> dict:
         found = {name: 0 for name in COUNTERS.values()}
         for metric in self.llm.get_metrics():
