@@ -34,7 +34,7 @@ from vllm.config import VllmConfig
 from vllm.distributed import get_tensor_model_parallel_rank, tensor_model_parallel_all_reduce
 from vllm.forward_context import get_forward_context
 from vllm.logger import init_logger
-from vllm.model_executor.layers.activation import get_act_and_mul_fn
+from vllm.model_executor.layers.activation import SiluAndMul
 from vllm.model_executor.layers.attention import Attention
 from vllm.model_executor.layers.layernorm import RMSNorm
 from vllm.model_executor.layers.linear import (
@@ -114,7 +114,7 @@ class SpireBlock(nn.Module):
         inner, bias = shape["intermediate_size"], shape["mlp_bias"]
         self.gate_up = MergedColumnParallelLinear(width, [inner] * 2, bias=bias, prefix=f"{prefix}.gate_up", **linear)
         self.down = RowParallelLinear(inner, width, bias=bias, prefix=f"{prefix}.down", **linear)
-        self.activation = get_act_and_mul_fn(shape["hidden_act"])
+        self.activation = SiluAndMul()  # no other is exported
         self.rotary = get_rope(
             head, shape["max_positions"], is_neox_style=True, rope_parameters=shape["rope_parameters"]
         )
