@@ -56,7 +56,7 @@ class Driver:
             gc.collect()
 
     def generate(self, prompts: list[list[int]], max_tokens: list[int], together: bool, abort: dict, **sampling):
-        """Generate for prompts at once, or one by one. `abort`: number of a prompt -> tokens after which it is cancelled."""
+        """Generate for prompts at once, or one by one; `abort`: tokens after which the prompt of a number is cancelled."""
         before, tokens = self.counters(), []
         for group in [list(range(len(prompts)))] if together else [[i] for i in range(len(prompts))]:
             tokens += self._run([(prompts[i], max_tokens[i], abort.get(str(i))) for i in group], sampling)
@@ -111,7 +111,7 @@ class Driver:
         return found
 
     def counters(self) -> dict:
-        found = {name: 0 for name in COUNTERS.values()}
+        found = dict.fromkeys(COUNTERS.values(), 0)
         for metric in self.llm.get_metrics():
             if metric.name in COUNTERS:
                 found[COUNTERS[metric.name]] = getattr(metric, "values", None) or metric.value
