@@ -7,6 +7,7 @@ tests/test_train_head.py.
 from __future__ import annotations
 
 import json
+import re
 import shutil
 import sys
 from pathlib import Path
@@ -14,7 +15,7 @@ from pathlib import Path
 import pytest
 import torch
 from omegaconf import OmegaConf
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from spectrain import load_method
@@ -247,3 +248,47 @@ def test_a_lookup_method_that_no_engine_can_use_is_said(shared, stored, tmp_path
     assert "is nothing that this method takes" in refused(*lookup(shared, stored, method="pld"))
     assert "is of the tokenizer of" in refused(f"datastore={stored}", "method=rest")  # the bundled target's
     assert "does not exist" in refused(*lookup(shared, tmp_path / "nowhere"))
+
+
+def test_a_spire_export_holds_what_vllm_reads_and_is_written_anew_from_an_old_one(trained, shared, tmp_path, typed):
+    exported, old, out = trained / "spire-exported", tmp_path / "old", tmp_path / "new"
+    assert (exported / "vllm/model.safetensors").samefile(exported / "model.safetensors")
+    command = """'{"method":"eagle3","model":"spire-exported/vllm","num_speculative_tokens":"""
+    assert command in (exported / "README.md").read_text()
+    shutil.copytree(exported, old)  # as spectrain exported before: neither the folder, nor the field, nor the command
+    shutil.rmtree(old / "vllm")
+    for name in ("config.json", "README.md"):
+        text = (old / name).read_text()
+        (old / name).write_text(re.sub(r'  "own_key": true,\n|In vLLM 0.32.*?```bash.*?```', "", text, flags=re.DOTALL))
+    (old / "README.md").open("a").write("No other engine runs this kind of drafter.\n")
+    load_method(str(old), load_target(shared / "target"))  # our loop still opens it
+    options = f"drafter={old}", f"target={shared / 'target'}", f"out={out}"
+    assert typed("export", *options, "attention=exact")[0] == 0
+    again, now = (json.loads((folder / "vllm/config.json").read_text()) for folder in (out, exported))
+    assert again == now | {"attention": "exact"}
+    assert load_file(out / "vllm/target.safetensors").keys() == {"target.norm", "target.embedding"}
+    assert (out / "config.json").read_bytes() == (exported / "config.json").read_bytes()
+    assert '"method":"eagle3","model":"new/vllm"' in (out / "README.md").read_text()
+    assert not (old / "vllm").exists()
+    assert len({file.stat().st_mode for file in out.rglob("*") if file.is_file()}) == 1  # all can be read by others
+
+
+def test_a_drafter_that_vllm_cannot_run_is_exported_without_its_folder_and_the_card_says_why(
+    trained, shared, tmp_path, typed, caplog
+):
+    old, out = tmp_path / "old", tmp_path / "new"
+    shutil.copytree(trained / "spire-exported", old)
+    config = json.loads((old / "config.json").read_text())
+    config |= {"target_activations": False, "feedback": False, "previous_state": False}
+    (old / "config.json").write_text(json.dumps(config))
+    weights = load_file(old / "model.safetensors")
+    kept = {name: one for name, one in weights.items() if not name.startswith(("feedback", "previous"))}
+    save_file(kept, old / "model.safetensors")
+    (old / "README.md").write_text("No other engine runs this kind of drafter.\n")
+    options = f"drafter={old}", f"target={shared / 'target'}"
+    assert typed("export", *options, f"out={out}")[0] == 0
+    assert not (out / "vllm").exists()
+    why = "it was trained with target_activations=false, and vLLM gives a drafter the target's states alone"
+    assert (out / "README.md").read_text() == f"No other engine runs this drafter: {why}.\n"
+    line = said(typed, *options, f"out={tmp_path / 'x'}", "attention=exact")
+    assert line == f"error: attention=exact is for vLLM, which cannot run this drafter: {why}; remove it"

@@ -117,8 +117,13 @@ def write_export(folder: Path, out: Path, export: Export) -> None:
             engine = write_for_vllm(folder, out, target, export.attention)
     card = trained_card(kind, named(out), about_target, run.config, trained, run.attempts, engine)
     (folder / CARD).write_text(card, encoding="utf-8")
-    for file in folder.rglob("*.safetensors"):  # safetensors makes files that nobody but their owner may read
-        shutil.copymode(folder / CARD, file)
+    let_others_read(folder)
+
+
+def let_others_read(folder: Path) -> None:
+    """Give weights the mode of other files: safetensors makes files that nobody but their owner may read."""
+    for file in folder.rglob("*.safetensors"):
+        shutil.copymode(folder / "config.json", file)
 
 
 def write_again(folder: Path, out: Path, drafter: Path, target: TargetModel, attention: str | None) -> None:
@@ -129,6 +134,7 @@ def write_again(folder: Path, out: Path, drafter: Path, target: TargetModel, att
     if (folder / CARD).is_file():
         card = (folder / CARD).read_text(encoding="utf-8")
         (folder / CARD).write_text(card.replace(NO_ENGINE, engine), encoding="utf-8")
+    let_others_read(folder)
 
 
 def write_for_vllm(folder: Path, out: Path, target: TargetModel, attention: str | None) -> str:
