@@ -18,6 +18,7 @@ TYPED = """
 train paper=spire k=8 +exp=spire optimizer.lr=0.1 | k=8 optimizer.lr=0.1 input=tied
 train +exp=spire +ablation=omega_025 paper=spire | omega=0.25 loss=mixed n_layer=quarter
 train +exp=spire +ablation=shared_memories paper=spire | feedback=shared memories=final
+train +exp=spire engine=vllm paper=spire | own_key=false sink_tokens=0 n_layer=quarter
 generate sampling.top_k=7 paper=specdecpp verification=block | sampling.top_k=7 verification=block max_new_tokens=512
 generate paper=spectra method=spectra_core method.forward=false | method.forward=false method.threshold=0.9
 generate paper=spectra method=pld sampling=t08 | method.match=latest sampling.temperature=0.8 max_new_tokens=1024

@@ -13,6 +13,7 @@ from torch import Tensor
 from transformers import MinPLogitsWarper, TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
 from spectrain.decoding import Sampling, TargetModel
+from spectrain.decoding.fingerprint import module_fingerprint
 from spectrain.models.draft_states import DraftStates, ModelStates, SpireStates
 from spectrain.models.labels import LabelledTexts, label_texts, mix_tokens
 from spectrain.models.spire import SpireDrafter
@@ -39,6 +40,18 @@ def vanilla() -> tuple[TargetModel, DraftStates]:
 def spire() -> tuple[TargetModel, DraftStates]:
     target, drafter = make_spire(window_tokens=7, sink_tokens=2)
     return target, SpireStates(drafter, BLOCK_TOKENS)
+
+
+def test_a_drafter_has_the_name_that_earlier_versions_gave_it():
+    """Stores of labels and heads know their drafter by it, so later options count only where they are changed."""
+    _, states = spire()
+    config = states.drafter.config
+    described = dataclasses.asdict(config)
+    del described["own_key"], described["shape"]["layer_types"]
+    name = module_fingerprint(states.drafter, described)
+    assert states.fingerprint() == name
+    states.drafter.config = dataclasses.replace(config, own_key=False)
+    assert states.fingerprint() != name
 
 
 def asked(states: DraftStates, n_rows: int, n_tokens: int = N_TOKENS) -> tuple[Tensor, Tensor, Tensor]:
