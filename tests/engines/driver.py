@@ -1,6 +1,6 @@
 """Runs in the engine's own Python: starts vLLM and generates, as lines of JSON on stdin ask, one answer per line.
 
-vLLM finds our code as it does for any user: what starts it imports nothing of spectrain. tests/engines/engine.py is the other end.
+vLLM finds our code as it does for any user. tests/engines/engine.py is the other end.
 """
 
 from __future__ import annotations

@@ -39,7 +39,7 @@ def accepted_per_position(generations: list[Generation], n_new: int) -> list[int
 
 def test_as_many_drafts_are_accepted_at_each_position_as_in_our_loop(engine: Engine, tmp_path):
     target = TargetModel(tiny_model("llama", **SIZES), tiny_tokenizer())
-    drafter = export_vanilla(tmp_path / "vanilla", target, noisy_copy(target.model, 0.2))
+    drafter = export_vanilla(tmp_path / "vanilla", target, noisy_copy(target.model, 0.02))
     prompts = random_prompts([3, 20, 9, 70])
     own = [one.tokens for one in generate(target, Autoregressive(), prompts, NEW)]
     # Our loop shortens the last draft of a text, and vLLM does not.
