@@ -109,7 +109,6 @@ class Engine:
         return answer["result"]
 
     def close(self) -> None:
-        os.system(f"ps -o time,cputimes,rss {self.process.pid} >> /tmp/A/usage")
         self.process.kill()  # a proper end takes it seconds
         self.process.wait()
         self.process.stdin.close()
