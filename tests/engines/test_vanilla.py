@@ -43,9 +43,8 @@ def test_as_many_drafts_are_accepted_at_each_position_as_in_our_loop(engine: Eng
     prompts = random_prompts([3, 20, 9, 70])
     own = [one.tokens for one in generate(target, Autoregressive(), prompts, NEW)]
     # Our loop shortens the last draft of a text, and vLLM does not.
-    ours = generate(
-        target, load_method(drafter, target, gamma=GAMMA, max_nodes=None, draft_dtype="float32"), prompts, NEW + GAMMA
-    )
+    method = load_method(drafter, target, gamma=GAMMA, max_nodes=None, draft_dtype="float32")
+    ours = generate(target, method, prompts, NEW + GAMMA)
     expected = accepted_per_position(ours, NEW)
     assert expected[0] > expected[-1] > 0
     engine.load(saved(target, tmp_path), speculative(drafter, GAMMA), max_num_batched_tokens=48)
