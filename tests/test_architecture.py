@@ -11,7 +11,7 @@ ROOT = Path(__file__).parent.parent
 COMMANDS = {"train", "generate", "chat", "serve", "recommend", "bench", "export", "cost", "report", "doctor"}
 DATA_COMMANDS = {"responses", "activations", "acceptance", "datastore", "target"}
 # Each room imports only those that stand before it, and the leaves.
-ROOMS = ["kernels", "decoding", "stores", "retrieval", "models", "methods", "training", "measure", "serving"]
+ROOMS = ["kernels", "decoding", "stores", "retrieval", "models", "methods", "training", "measure", "exports", "serving"]
 LEAVES = ["errors", "caches", "config", "terminal"]
 SEES_HYDRA = {
     "cli",

@@ -1,0 +1,1 @@
+"""Exports for other engines, and what runs inside them."""
