@@ -21,12 +21,12 @@ import json
 import os
 import textwrap
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing, suppress
 from dataclasses import dataclass, field
 from functools import partial
-from http.client import HTTPConnection, HTTPException, HTTPSConnection
+from http.client import HTTPConnection, HTTPException
 from pathlib import Path
 from urllib.parse import urlsplit
 
@@ -110,18 +110,17 @@ class VllmStates:
         """Find the slots of the layers, by states of the target's own files."""
         n_layer = self.target.n_layer
         tokens = torch.arange(1, 1 + min(PROBE_TOKENS, self.row_tokens)) * 997 % self.target.vocab_size
-        own = _own_states(self.target, self.path, tokens)  # [n, n_layer + 1, D]
-        found = self._states(tokens)
+        own, found = _own_states(self.target, self.path, tokens), self._states(tokens)
         self.dtype, found = str(found.dtype).removeprefix("torch."), found.float()
-        if found.shape[-1] != own.shape[-1]:
-            raise UserError(f"the vLLM at {self.address} has another target than {self.path}; give its target=...")
-        apart = torch.stack([_apart(found, own[:, [layer]]) for layer in range(n_layer)], dim=1)
-        apart = torch.cat([apart, _apart(self._norm(found), own[:, [n_layer]])[:, None]], dim=1)  # [S, n_layer + 1]
-        nearest = apart.argmin(dim=1).tolist()
-        if apart.min(dim=1).values.max() > MOST_APART:
+        nearest, apart = [], 1.0
+        if found.shape[-1] == own.shape[-1]:
+            distances = _apart(found[:, :, None], own[:, None])  # [S, n_layer + 1]
+            distances[:, -1] = _apart(self._norm(found), own[:, -1:])
+            nearest, apart = distances.argmin(dim=1).tolist(), distances.min(dim=1).values.max()
+        if not apart <= MOST_APART:
             raise UserError(
-                f"the vLLM at {self.address} has states of another target than {self.path} (they differ by "
-                f"{apart.min(dim=1).values.max():.0%}); give its target=..., or the address of another vLLM"
+                f"the vLLM at {self.address} has another target than {self.path} (states differ by {apart:.0%}); give "
+                "its target=..., or the address of another vLLM"
             )
         if missing := {*self.layers, n_layer} - {*nearest}:
             raise UserError(
@@ -162,11 +161,9 @@ class VllmStates:
 
     def _ask(self, method: str, path: str, body: Mapping | None = None) -> dict:
         """Return the answer to one request; OSError where there is none."""
-        url = urlsplit(self.address)
-        make: Callable[..., HTTPConnection] = HTTPSConnection if url.scheme == "https" else HTTPConnection
         headers = {"Content-Type": "application/json", "Authorization": f"Bearer {os.environ.get(KEY, 'none')}"}
         try:
-            with closing(make(url.netloc, timeout=CONNECT_S)) as connection:
+            with closing(HTTPConnection(urlsplit(self.address).netloc, timeout=CONNECT_S)) as connection:
                 connection.connect()
                 connection.sock.settimeout(self.timeout_s)
                 connection.request(method, path, None if body is None else json.dumps(body), headers)
@@ -218,7 +215,7 @@ def _own_states(target: TargetModel, path: str, tokens: Tensor) -> Tensor:
 
 
 def _apart(found: Tensor, own: Tensor) -> Tensor:
-    """Return how far states [n, S, D] are from others, relative to their length: medians over tokens, [S]."""
+    """Return how far states [n, .., D] are from others, relative to their length: medians over tokens, [..]."""
     return ((found - own).norm(dim=-1) / own.norm(dim=-1).clamp_min(1e-6)).median(dim=0).values
 
 

@@ -167,7 +167,7 @@ class Served(config_training.Served, Online):
     def drafter_rows(
         self, config: Mapping, target: TargetModel, layers: tuple[int, ...] = (), asked: Mapping | None = None
     ) -> RowData:
-        asks_vllm = self.address.startswith(("http://", "https://"))
+        asks_vllm = self.address.startswith("http://")
         server = self._vllm(config, target, layers) if asks_vllm else self._server(config, target)
         data = super().drafter_rows(config, target, layers, asked)
         data.train, data.held_out = (

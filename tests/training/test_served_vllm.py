@@ -158,7 +158,7 @@ FAULTS = {
     "plain": 'writes no hidden states; start it with --speculative-config \'{"method": "extract_hidden_states"',
     "layers": "has the states [3, 4], but the drafter reads [2], too; start it with --speculative-config",
     "final": "has the states [2, 3], but the drafter reads [4], too; start it with --speculative-config",
-    "other": "has states of another target than",
+    "other": "has another target than",
     "narrow": "has another target than",
     "elsewhere": "cannot be read here (No such file or directory",
     "cut": "cannot be read here (Error while deserializing header",
