@@ -19,6 +19,7 @@ import numpy as np
 import pytest
 import torch
 from scipy.stats import chisquare
+from transformers import PreTrainedModel
 
 from spectrain import kernels
 from spectrain.decoding import Context, Drafter, Sampling, TargetModel, Verified, generate, loop, verify
@@ -136,14 +137,14 @@ def random_head(compiles: bool = False) -> AcceptanceHead:
 
 
 @lru_cache
-def exact_distribution(sampling: Sampling, end: int | None) -> np.ndarray:
-    """[V, V, V] probabilities of the first three tokens, from plain forwards of every prefix.
+def exact_distribution(model: PreTrainedModel, sampling: Sampling, end: int | None) -> np.ndarray:
+    """[V, V, V] probabilities of the first three tokens after PROMPT, from plain forwards of every prefix.
 
     A text that ends with the token `end` goes on with nothing but it.
     """
     exact = np.ones((VOCAB_SIZE,) * 3)
     for prefix in itertools.chain.from_iterable(itertools.product(range(VOCAB_SIZE), repeat=n) for n in range(3)):
-        logits = target().model(torch.tensor([PROMPT + list(prefix)])).logits[0, -1]
+        logits = model(torch.tensor([PROMPT + list(prefix)])).logits[0, -1]
         step = sampling.warp(logits).numpy().astype(np.float64)
         step = np.eye(VOCAB_SIZE)[end] if end in prefix else step
         exact[prefix] *= step.reshape(-1, *[1] * (2 - len(prefix)))
@@ -151,7 +152,7 @@ def exact_distribution(sampling: Sampling, end: int | None) -> np.ndarray:
 
 
 def p_value(drafter: Drafter, sampling: Sampling, verification: str = "token", end: int | None = None) -> float:
-    """Chi-square of the loop's samples against the exact distribution; 0 where an impossible text was emitted."""
+    """That of the loop's samples; see `p_value_of`."""
     n_new = 5  # longer than what is judged, so that the third token can stand inside a draft
     generations = generate(
         target(),
@@ -163,10 +164,15 @@ def p_value(drafter: Drafter, sampling: Sampling, verification: str = "token", e
         verification=verification,
         stop_token_ids=() if end is None else (end,),
     )
+    return p_value_of([one.tokens for one in generations], target().model, sampling, end)
+
+
+def p_value_of(texts: list[list[int]], model: PreTrainedModel, sampling: Sampling, end: int | None = None) -> float:
+    """Chi-square of N_SAMPLES continuations of PROMPT against the exact distribution; 0 where one is impossible."""
     counts = np.zeros((VOCAB_SIZE,) * 3)
-    for generation in generations:
-        counts[tuple((generation.tokens + 2 * [end])[:3])] += 1
-    expected = exact_distribution(sampling, end) * N_SAMPLES
+    for text in texts:
+        counts[tuple((text + 2 * [end])[:3])] += 1
+    expected = exact_distribution(model, sampling, end) * N_SAMPLES
     np.testing.assert_allclose(expected.sum(), N_SAMPLES, rtol=1e-6)
     if counts[expected == 0].any():
         return 0.0

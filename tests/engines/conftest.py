@@ -7,13 +7,13 @@ import subprocess
 import sys
 import zipfile
 from collections.abc import Callable, Iterator
-from itertools import count
+from contextlib import ExitStack, closing
 from pathlib import Path
 
 import pytest
 from filelock import FileLock
 
-from tests.engines.engine import Engine
+from tests.engines.engine import Engine, Place, Server
 
 ROOT = Path(__file__).parent.parent.parent
 PYTHON = "SPECTRAIN_ENGINE"  # environment variable: the Python of an environment with vLLM, in place of our own
@@ -49,18 +49,24 @@ def site(tmp_path_factory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def start(engine_python, site, tmp_path_factory) -> Iterator[Callable[..., Engine]]:
-    """Starts a process for an engine, with these variables; all are ended after the file's last test."""
-    started, numbers = [], count()
+def place(engine_python, site, tmp_path_factory) -> Callable[..., Place]:
+    """Says where a process of the engine starts, with these variables more."""
+    own = {"PYTHONPATH": str(site), "VLLM_CACHE_ROOT": str(CACHE / "vllm")}
+    return lambda **more: Place(engine_python, tmp_path_factory.mktemp("engine") / "log", own | more)
 
-    def call(**environment: str) -> Engine:
-        log = tmp_path_factory.mktemp("engine") / f"{next(numbers)}.log"
-        started.append(Engine(engine_python, site, log, {"VLLM_CACHE_ROOT": str(CACHE / "vllm"), **environment}))
-        return started[-1]
 
-    yield call
-    for engine in started:
-        engine.close()
+@pytest.fixture(scope="module")
+def start(place) -> Iterator[Callable[..., Engine]]:
+    """Starts a process for an engine, with these variables more; it ends after the file's last test."""
+    with ExitStack() as ends:
+        yield lambda **more: ends.enter_context(closing(Engine(place(**more))))
+
+
+@pytest.fixture(scope="module")
+def serve(place) -> Iterator[Callable[..., Server]]:
+    """Starts vLLM's server; likewise."""
+    with ExitStack() as ends:
+        yield lambda *given, **more: ends.enter_context(closing(Server(place(**more), *given)))
 
 
 @pytest.fixture(scope="module")

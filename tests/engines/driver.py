@@ -1,6 +1,6 @@
 """Runs in the engine's own Python: starts vLLM and generates, as lines of JSON on stdin ask, one answer per line.
 
-It imports nothing of spectrain: vLLM finds our code as it does for any user. tests/engines/engine.py is the other end.
+vLLM finds our code as it does for any user. tests/engines/engine.py is the other end.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ class Driver:
             gc.collect()
 
     def generate(self, prompts: list[list[int]], max_tokens: list[int], together: bool, abort: dict, **sampling):
-        """Generate for prompts at once, or one by one; `abort`: tokens after which the prompt of a number is cancelled."""
+        """Generate for prompts at once, or one by one. `abort`: number of a prompt -> tokens; then it is cancelled."""
         before, tokens = self.counters(), []
         for group in [list(range(len(prompts)))] if together else [[i] for i in range(len(prompts))]:
             tokens += self._run([(prompts[i], max_tokens[i], abort.get(str(i))) for i in group], sampling)
@@ -103,6 +103,11 @@ class Driver:
         calls = sys.modules["recording"].CALLS
         found, calls[:] = list(calls), []
         return found
+
+    def samples_are_right(self) -> bool:
+        from spectrain.exports.vllm_versions import samples_are_right
+
+        return samples_are_right()
 
     def counters(self) -> dict:
         found = dict.fromkeys(COUNTERS.values(), 0)

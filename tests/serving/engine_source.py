@@ -21,10 +21,8 @@ from unittest.mock import MagicMock
 import pytest
 from filelock import FileLock
 
-VERSIONS = {"vllm": "0.33.0", "sglang": "0.5.23"}
+VERSIONS = {"sglang": "0.5.23"}
 FILES = {  # the first 16 hex digits of sha256
-    "vllm/v1/spec_decode/custom_class_proposer.py": "86de6921a9108138",
-    "vllm/model_executor/models/registry.py": "b0b2221e740dd40f",
     "sglang/srt/speculative/spec_info.py": "11d25b728ea18aef",
     "sglang/srt/speculative/spec_registry.py": "c080ed73628a039e",
     "sglang/srt/speculative/base_spec_worker.py": "74cb38b5d42fa441",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import tomllib
 from importlib import import_module
 from importlib.metadata import EntryPoint
@@ -16,10 +17,11 @@ from spectrain import load_method
 from spectrain.decoding import TargetModel
 from spectrain.decoding.tree import PADDING_PARENT
 from spectrain.errors import UserError
+from spectrain.models.vanilla import new_vanilla
 from tests.conftest import random_prompts, tiny_model
 from tests.methods.lookup_export import OPTIONS, export_lookup
 from tests.models.test_artifacts import tiny_tokenizer
-from tests.serving.engine_source import importable
+from tests.serving.engine_source import engine_files, importable
 from tests.serving.test_vllm_proposer import tree_of_our_loop
 
 N = 8  # nodes
@@ -132,3 +134,13 @@ def test_what_sglang_cannot_serve_is_said_at_the_start(target, algorithm, monkey
         algorithm.handle_server_args(arguments(page_size=64))
     with pytest.raises(ValueError, match="leave --enable-dp-attention out"):
         algorithm.handle_server_args(arguments(attn_dp_size=2))
+
+
+@pytest.mark.slow
+def test_sglang_knows_what_a_vanilla_drafter_is(target, tmp_path):
+    new_vanilla(target.model).save_pretrained(tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    (name,) = config["architectures"]
+    assert f"class {name}(nn.Module)" in (engine_files("sglang") / "sglang/srt/models/llama.py").read_text()
+    for asked in ("vocab_size", "max_position_embeddings"):  # it refuses another, or a shorter one
+        assert config[asked] == getattr(target.model.config, asked)

@@ -1,37 +1,23 @@
-"""The vLLM proposer, called by an engine that stands in for vLLM: the text is the target's, drafts are our loop's."""
+"""The vLLM proposer by itself. tests/engines/test_lookups.py is about what it does in vLLM."""
 
 from __future__ import annotations
 
-import json
-from importlib import import_module
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
 
-from spectrain import load_method
 from spectrain.decoding import Context, DraftTree, Sampling, TargetModel
 from spectrain.decoding.tree import ROOT_PARENT
 from spectrain.errors import UserError
-from spectrain.models.vanilla import new_vanilla
 from spectrain.serving.vllm_proposer import KEPT_CALLS, LookupProposer
-from tests.conftest import random_prompts, tiny_model
-from tests.methods.lookup_export import OPTIONS, export_lookup
+from tests.conftest import tiny_model
+from tests.methods.lookup_export import export_lookup
 from tests.models.test_artifacts import tiny_tokenizer
-from tests.serving.engine import StandInEngine
-from tests.serving.engine_source import engine_files, importable
 
-CONFIG = json.dumps(
-    {
-        "method": "custom_class",
-        "model": "spectrain.serving.vllm_proposer.LookupProposer",
-        "num_speculative_tokens": 5,
-    }
-)
-REGISTRY = "vllm/model_executor/models/registry.py"
-LENGTHS, NEW = [3, 20, 9, 17, 8, 30, 5], [30, 12, 40, 25, 6, 33, 20]
-MAX_MODEL_LEN = 65  # the sixth request ends at 63: its last tokens are decoded with little room for drafts
+MAX_MODEL_LEN = 30
 
 
 @pytest.fixture(scope="module")
@@ -39,26 +25,14 @@ def target() -> TargetModel:
     return TargetModel(tiny_model("llama"), tiny_tokenizer())
 
 
-@pytest.fixture(scope="module")
-def prompts() -> list[list[int]]:
-    found = random_prompts(LENGTHS)
-    found[4] = found[2][:8]  # one begins as another does
-    found.append(list(found[1]))  # and two are equal
-    return found
-
-
-def greedy(target: TargetModel, prompt: list[int], n: int) -> list[int]:
-    """The n tokens with which the target goes on."""
-    text = list(prompt)
-    with torch.inference_mode():
-        for _ in range(n):
-            text.append(int(target.model(torch.tensor([text])).logits[0, -1].argmax()))
-    return text[len(prompt) :]
-
-
-@pytest.fixture(scope="module")
-def own(target, prompts) -> list[list[int]]:
-    return [greedy(target, prompt, n) for prompt, n in zip(prompts, [*NEW, NEW[1]], strict=True)]
+def proposer(target: TargetModel, tokenizer: str | None = None, **additional: str) -> LookupProposer:
+    """The proposer, of a config that holds what it reads of vLLM's."""
+    sizes = {"max_model_len": MAX_MODEL_LEN, "get_vocab_size": lambda: target.vocab_size}
+    model = SimpleNamespace(**sizes, tokenizer=tokenizer)
+    speculative = SimpleNamespace(num_speculative_tokens=5)
+    return LookupProposer(
+        SimpleNamespace(model_config=model, speculative_config=speculative, additional_config=additional)
+    )
 
 
 def tree_of_our_loop(drafter, target: TargetModel, text: list[int], n_drafts: int) -> DraftTree:
@@ -83,52 +57,6 @@ def branch_of_our_loop(drafter, target: TargetModel, text: list[int], n_drafts: 
     return branch
 
 
-@pytest.fixture(params=["stand-in", pytest.param("vllm", marks=pytest.mark.slow)])  # a wheel of 336 MB
-def create(request):
-    """What makes the proposer: a stand-in for vLLM, or vLLM's own file."""
-    if request.param == "stand-in":
-        yield LookupProposer
-    else:
-        with importable("vllm"):
-            yield import_module("vllm.v1.spec_decode.custom_class_proposer").create_custom_proposer
-
-
-@pytest.mark.slow
-def test_both_engines_know_what_a_vanilla_drafter_is(target, tmp_path):
-    new_vanilla(target.model).save_pretrained(tmp_path)
-    config = json.loads((tmp_path / "config.json").read_text())
-    (name,) = config["architectures"]
-    assert f'"{name}": ("llama", "{name}")' in (engine_files("vllm") / REGISTRY).read_text()
-    assert f"class {name}(nn.Module)" in (engine_files("sglang") / "sglang/srt/models/llama.py").read_text()
-    for asked in ("vocab_size", "max_position_embeddings"):  # both refuse another, or shorten what is served
-        assert config[asked] == getattr(target.model.config, asked)
-
-
-@pytest.mark.parametrize("method", OPTIONS)
-def test_served_text_is_the_targets_own_and_drafts_are_those_of_our_loop(
-    method, create, target, prompts, own, tmp_path, monkeypatch
-):
-    """However rows move; a random model seldom repeats itself, so without a datastore few drafts are accepted."""
-    documents = [prompt + text for prompt, text in zip(prompts, own, strict=True)][::2]  # half of the answers
-    folder = export_lookup(tmp_path / method, target, method, documents + random_prompts([20] * 10, seed=5))
-    monkeypatch.setenv("SPECTRAIN_LOOKUP", str(folder))
-    engine = StandInEngine(target, CONFIG, max_rows=3, max_model_len=MAX_MODEL_LEN, create=create)
-    assert engine.serve(prompts, [*NEW, NEW[1]]) == own
-    without_drafts = sum(NEW) + NEW[1] + sum((len(prompt) - 1) // 8 for prompt in prompts)
-    assert engine.n_forwards < (0.85 if (folder / "datastore").is_dir() else 0.95) * without_drafts
-    drafter = load_method(folder, target)
-    compared, cut = 0, 0
-    for call in engine.calls:
-        for text, sampled, drafts in zip(call.texts, call.sampled, call.drafts, strict=True):
-            room = min(5, MAX_MODEL_LEN - len(text))
-            cut += room < 5
-            expected = branch_of_our_loop(drafter, target, text, room) if sampled and room > 0 else []
-            assert drafts == expected
-            compared += len(expected) > 0
-    assert compared > 20
-    assert cut > 0
-
-
 class Steps:
     """Arrays of two rows, and calls by hand."""
 
@@ -148,13 +76,21 @@ class Steps:
 @pytest.fixture
 def steps(target, tmp_path, monkeypatch) -> Steps:
     monkeypatch.setenv("SPECTRAIN_LOOKUP", str(export_lookup(tmp_path / "pld", target, "pld")))
-    return Steps(StandInEngine(target, CONFIG).proposer)
+    return Steps(proposer(target))
 
 
 def test_a_row_with_another_text_is_read_anew(steps):
     assert steps([7, 8, 9, 7, 8]) == [[9, 7, 8]]
     assert steps([10, 11, 12, 13, 10]) == [[11, 12, 13, 10]]  # 7 8 9 would give []
     assert steps([10, 11, 12, 14, 10, 11]) == [[12, 14, 10, 11]]  # one token differs in the middle
+
+
+def test_no_draft_is_longer_than_the_longest_text_leaves_room_for(steps):
+    text = [7, 8, 9, 10, 11, 12, 13]
+    filler = list(range(14, 14 + MAX_MODEL_LEN - 2 - 2 * len(text)))
+    assert steps([*text, *filler, *text[:2]]) == [[9, 10, 11, 12, 13]]
+    assert steps([*filler, *text, *range(40, 45), *text[:2]]) == [[9, 10]]
+    assert steps([*text, *range(14, 14 + MAX_MODEL_LEN - len(text) - 2), 7, 8]) == [[]]
 
 
 def test_a_placeholder_that_is_no_token_gives_no_drafts(steps, target):
@@ -180,12 +116,12 @@ def test_a_preempted_request_is_not_read_again(steps, monkeypatch):
     assert read == [[*text, 9, 7]]
 
 
-def refused(target, folder: Path | None, monkeypatch, **more) -> str:
+def refused(target, folder: Path | None, monkeypatch, tokenizer: str | None = None) -> str:
     monkeypatch.delenv("SPECTRAIN_LOOKUP", raising=False)
     if folder is not None:
         monkeypatch.setenv("SPECTRAIN_LOOKUP", str(folder))
     with pytest.raises(UserError) as error:
-        StandInEngine(target, CONFIG, **more)
+        proposer(target, tokenizer)
     return str(error.value)
 
 
@@ -207,6 +143,5 @@ def test_the_folder_may_stand_in_the_engines_own_config(target, tmp_path, monkey
     monkeypatch.delenv("SPECTRAIN_LOOKUP", raising=False)
     target.tokenizer.save_pretrained(tmp_path / "tokenizer")
     folder = export_lookup(tmp_path / "sssd", target, "sssd")
-    named = {"spectrain_lookup": str(folder)}
-    engine = StandInEngine(target, CONFIG, additional_config=named, tokenizer=str(tmp_path / "tokenizer"))
-    assert engine.proposer.lookup.drafter.store.folder == folder / "datastore"
+    found = proposer(target, str(tmp_path / "tokenizer"), spectrain_lookup=str(folder))
+    assert found.lookup.drafter.store.folder == folder / "datastore"
