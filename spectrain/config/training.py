@@ -56,7 +56,7 @@ class Served(Online):
 
     _target_: str = "spectrain.training.sources.Served"
     source: str = "served"
-    address: str = option("127.0.0.1:7463", "host:port of the server, whose key is read from SPECTRAIN_KEY")
+    address: str = option("127.0.0.1:7463", "host:port, with the key of SPECTRAIN_KEY; http://host:port: a vLLM")
     timeout_s: float = option(300.0, "without an answer of the server, until the training gives up", above=0)
 
 

@@ -13,11 +13,7 @@ its own target would say of them. So a restart of either side can neither lose n
 
 A client that can open the server's memory file is on the same machine, and reads the values there.
 
-`features` is all that a training calls, so that an engine can stand behind it. vLLM's `extract_hidden_states` is near:
-layer ids count as ours do (i is the input of block i, and n_layer the last block's output), and a request of a
-document's ids with max_tokens=1 is answered with the path of a safetensors file, `hidden_states` [L, C, D]. An adapter
-sends one request per packed document, reads that file, and applies the final norm, in front of which vLLM captures. The
-server is started with the drafter's layers and without prefix caching, as cached tokens have no states.
+`features` is all that a training calls, so that an engine can stand behind it: `served_vllm` asks a vLLM.
 """
 
 from __future__ import annotations
@@ -57,6 +53,7 @@ PIECE_BYTES = 1 << 20  # of values in one message
 CONNECT_S = 10.0  # for a connection; for the first one in all
 BAD_LENGTH = "bad message length"  # as `Connection` says it of what no server of ours sends
 PAUSES_S = (0.1, 2.0)  # between two attempts, from the first to the longest
+ADVICE = "start the server with python -m data_prep.activations serve=true target=..., or give its address"
 
 
 def key() -> bytes:
@@ -111,6 +108,56 @@ def _pieces(values: Tensor) -> list[tuple[int, memoryview]]:
 
 
 @dataclass
+class Patience:
+    """Repeats calls until a server answers, from any number of threads, and says once that it does not."""
+
+    address: str
+    timeout_s: float  # without an answer, until it gives up
+    advice: str  # what to do then
+    forget: Callable[[], None] = lambda: None  # called where there is no answer
+    reached: bool = False  # whether it has ever answered; until then it is not waited for as long
+    _gone_s: float | None = None  # since when there is no answer
+    _lock: threading.Lock = field(default_factory=threading.Lock)
+
+    def retried(self, call: Callable[[], T]) -> T:
+        """Return what a call does, which is repeated, after pauses that double, until it finds the server.
+
+        Raises:
+            UserError: there is none for `timeout_s`, or this process is to end.
+        """
+        (pause_s, longest_s), began_s = PAUSES_S, time.monotonic()
+        while True:
+            try:
+                found = call()
+            except (OSError, EOFError) as error:
+                self._lost(error, began_s)
+                time.sleep(pause_s)
+                pause_s = min(2 * pause_s, longest_s)
+                continue
+            with self._lock:
+                self.reached = True
+                if self._gone_s is not None:
+                    self._gone_s = None
+                    log.info("%s answers again", self.address)
+            return found
+
+    def _lost(self, error: Exception, began_s: float) -> None:
+        """Note that the server is gone since `began_s`; UserError where that is too long, or this process is to end."""
+        limit_s = self.timeout_s if self.reached else min(CONNECT_S, self.timeout_s)
+        why = getattr(error, "strerror", None) or "it has ended"
+        self.forget()
+        with self._lock:
+            if self._gone_s is None:
+                self._gone_s = began_s
+                log.warning("%s does not answer (%s); it is asked again for %g s", self.address, why, limit_s)
+            gone_s = time.monotonic() - self._gone_s
+        if gone_s > limit_s or SIGNALS.first is not None:
+            raise UserError(
+                f"data.address={self.address} has not answered for {gone_s:.0f} s ({why}); {self.advice}"
+            ) from error
+
+
+@dataclass
 class HiddenStates:
     """The server at an address, for any number of threads, each of which has one request under way.
 
@@ -125,11 +172,11 @@ class HiddenStates:
     pinned: bool = False  # states lie in pinned memory, so that a GPU fetches them beside its work
     facts: dict = field(default_factory=dict)  # of the server, as it sends them
     _idle: list[tuple[Connection, FileIO | None]] = field(default_factory=list)  # with the server's memory
-    _gone_s: float | None = None  # since when there is no answer
     _lock: threading.Lock = field(default_factory=threading.Lock)
 
     def __post_init__(self) -> None:
-        self._idle.append(self._retried(self._connected))
+        self._patience = Patience(self.address, self.timeout_s, ADVICE, self._idle.clear)
+        self._idle.append(self._patience.retried(self._connected))
 
     def features(self, tokens: Tensor, starts: Tensor | None = None, layers: Sequence[int] = ()) -> Features:
         """Return the inputs [B, L, C, D] of blocks and the final states [B, L, D], bfloat16, of rows of tokens.
@@ -138,7 +185,7 @@ class HiddenStates:
         """
         n_rows = max(1, self.facts["batch_tokens"] // tokens.shape[1])
         sent = zip(*[one.int().split(n_rows) for one in (tokens, starts) if one is not None], strict=True)
-        found = [self._retried(partial(self._ask, rows, list(layers))) for rows in sent]
+        found = [self._patience.retried(partial(self._ask, rows, list(layers))) for rows in sent]
         captured, final = (one[0] if len(one) == 1 else torch.cat(one) for one in zip(*found, strict=True))
         return Features(captured if len(layers) else None, final)
 
@@ -162,39 +209,6 @@ class HiddenStates:
             self._idle.append((connection, memory))
         captured, final = states.split(sizes)
         return captured.view(*shape, len(layers), width), final.view(*shape, width)
-
-    def _retried(self, call: Callable[[], T]) -> T:
-        """Return what a call does, which is repeated, after pauses that double, until it finds the server."""
-        (pause_s, longest_s), began_s = PAUSES_S, time.monotonic()
-        while True:
-            try:
-                found = call()
-            except (OSError, EOFError) as error:
-                self._lost(error, began_s)
-                time.sleep(pause_s)
-                pause_s = min(2 * pause_s, longest_s)
-                continue
-            with self._lock:
-                if self._gone_s is not None:
-                    self._gone_s = None
-                    log.info("%s answers again", self.address)
-            return found
-
-    def _lost(self, error: Exception, began_s: float) -> None:
-        """Note that the server is gone since `began_s`; UserError where that is too long, or this process is to end."""
-        limit_s = self.timeout_s if self.facts else min(CONNECT_S, self.timeout_s)
-        why = getattr(error, "strerror", None) or "it has ended"
-        with self._lock:
-            self._idle.clear()
-            if self._gone_s is None:
-                self._gone_s = began_s
-                log.warning("%s does not answer (%s); it is asked again for %g s", self.address, why, limit_s)
-            gone_s = time.monotonic() - self._gone_s
-        if gone_s > limit_s or SIGNALS.first is not None:
-            raise UserError(
-                f"data.address={self.address} has not answered for {gone_s:.0f} s ({why}); start the server with "
-                "python -m data_prep.activations serve=true target=..., or give its address"
-            ) from error
 
     def _connected(self) -> tuple[Connection, FileIO | None]:
         """Return a new connection, with the server's memory where it is on this machine."""
@@ -235,7 +249,7 @@ def _mapped(pid: int, number: int, nonce: str) -> FileIO | None:
 class ServedRows(TokenRows):
     """Rows of tokens, whose states a server computes when they are read."""
 
-    server: HiddenStates
+    server: HiddenStates  # or a `VllmStates`
     layers: tuple[int, ...]  # blocks of the target whose inputs are read
 
     def __getitem__(self, places: list[int]) -> RowBatch:

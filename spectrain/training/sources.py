@@ -39,6 +39,7 @@ from spectrain.stores.rows import (
 )
 from spectrain.training.data import FeatureRows, RowData, TokenRows
 from spectrain.training.served import HiddenStates, ServedRows, key
+from spectrain.training.served_vllm import VllmStates
 from spectrain.training.strategies import planned_ranks, precision_of, uses_gpu
 
 log = logging.getLogger(__name__)
@@ -166,6 +167,16 @@ class Served(config_training.Served, Online):
     def drafter_rows(
         self, config: Mapping, target: TargetModel, layers: tuple[int, ...] = (), asked: Mapping | None = None
     ) -> RowData:
+        asks_vllm = self.address.startswith("http://")
+        server = self._vllm(config, target, layers) if asks_vllm else self._server(config, target)
+        data = super().drafter_rows(config, target, layers, asked)
+        data.train, data.held_out = (
+            ServedRows(**vars(rows), server=server, layers=layers) for rows in (data.train, data.held_out)
+        )
+        return data
+
+    def _server(self, config: Mapping, target: TargetModel) -> HiddenStates:
+        """Our own server, which has the target."""
         server = HiddenStates(self.address, key(), self.timeout_s, uses_gpu(config["trainer"]["accelerator"]))
         facts, name = server.facts, config["target"]["path"]
         if facts["target_fingerprint"] != (own := fingerprint(target.model, target.tokenizer)):
@@ -176,11 +187,14 @@ class Served(config_training.Served, Online):
         given = {"trainer.precision": precision_of(config["trainer"]), "target.dtype": config["target"]["dtype"]}
         for option, value in given.items():
             warn_of_rounding(f"the server at {self.address}", option, facts[option], value)
-        data = super().drafter_rows(config, target, layers, asked)
-        data.train, data.held_out = (
-            ServedRows(**vars(rows), server=server, layers=layers) for rows in (data.train, data.held_out)
-        )
-        return data
+        return server
+
+    def _vllm(self, config: Mapping, target: TargetModel, layers: tuple[int, ...]) -> VllmStates:
+        """A vLLM, which has the target."""
+        pinned, name = uses_gpu(config["trainer"]["accelerator"]), config["target"]["path"]
+        server = VllmStates(self.address, self.timeout_s, target, name, layers, self.row_tokens, pinned)
+        warn_of_rounding(f"the vLLM at {self.address}", "target.dtype", server.dtype, config["target"]["dtype"])
+        return server
 
 
 def warn_of_rounding(source: str, option: str, found: str, value: str) -> None:

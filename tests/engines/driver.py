@@ -79,6 +79,17 @@ class Driver:
                 del limits[name]
         return list(tokens.values())
 
+    def states(self, prompt: list[int]) -> dict:
+        """Return where the hidden states of a prompt are, once its connector has written them."""
+        from vllm import SamplingParams
+
+        engine, self.requests, found = self.llm.llm_engine, self.requests + 1, []
+        engine.add_request(str(self.requests), {"prompt_token_ids": prompt}, SamplingParams(max_tokens=1))
+        while not found:
+            found = [output.kv_transfer_params for output in engine.step() if output.finished]
+        engine.step()  # the connector works one step later
+        return found[0]
+
     def lookup(self, folder: str) -> None:
         """Replace the proposer by a new one for another folder, as the worker makes it at its start."""
         from vllm.v1.spec_decode.custom_class_proposer import create_custom_proposer
