@@ -29,7 +29,6 @@ from collections.abc import Iterable
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from vllm.compilation.decorators import support_torch_compile
 from vllm.config import VllmConfig
 from vllm.distributed import get_tensor_model_parallel_rank, tensor_model_parallel_all_reduce
 from vllm.forward_context import get_forward_context
@@ -185,10 +184,6 @@ class SpireBlock(nn.Module):
         return self.rotary(positions, heads)[0]
 
 
-@support_torch_compile(
-    dynamic_arg_dims={"input_ids": 0, "positions": -1, "hidden_states": 0},
-    enable_if=lambda vllm_config: attention_of(vllm_config) == "stock",
-)
 class SpireModel(nn.Module):
     """Input, blocks and final norm. The proposer puts the target's embedding in the place of `embed_tokens`.
 
@@ -295,10 +290,6 @@ class SpireModel(nn.Module):
                     f"the drafter was trained for {target['name']} ({target['fingerprint']}), and the embedding of the "
                     "model that is served is another one; serve that target, or train a drafter for this one"
                 )
-
-
-def attention_of(vllm_config: VllmConfig) -> str:
-    return vllm_config.speculative_config.draft_model_config.hf_config.attention
 
 
 def last_rows(starts: Tensor, n_last: int, n_tokens: int) -> Tensor:
