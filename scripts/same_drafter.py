@@ -51,10 +51,15 @@ def ours(one: Setting) -> Write:
     from spectrain import load_method, load_target
     from spectrain.decoding import generate
 
-    options = {"none": {}, "lookup": {"max_nodes": one.n_draft + 1}}
-    chain = {"gamma": one.n_draft, "draft_dtype": "float32"}
     target = load_target(one.model, "float32")
-    method = load_method(one.folder or "autoregressive", target, **options.get(one.kind, chain))
+    chain = {"drafter": one.folder, "gamma": one.n_draft, "draft_dtype": "float32"}
+    name, options = {
+        "none": ("autoregressive", {}),
+        "lookup": (one.folder, {"max_nodes": one.n_draft + 1}),
+        "vanilla": ("speculative", chain),
+        "spire": ("spire", chain),
+    }[one.kind]
+    method = load_method(name, target, **options)
 
     def write(prompts: list[list[int]]) -> list[Text]:
         texts = generate(target, method, prompts, one.n_new, batch_size=len(prompts))
@@ -247,7 +252,11 @@ def compare(
         known = json.loads(file.read_text()) if file.is_file() else {}
         if known.get("setting") != asdict(one) or known["prompts"] != prompts:
             print(f"measuring {file.stem}", flush=True)
-            known = {"setting": asdict(one), "prompts": prompts, "answers": measure(python, one, prompts)}
+            try:
+                known = {"setting": asdict(one), "prompts": prompts, "answers": measure(python, one, prompts)}
+            except SystemExit as error:  # its process ended
+                print(f"left out: {file.stem}; {error}", flush=True)
+                continue
             file.write_text(json.dumps(known))
         found[one.drafter, one.engine] = Measured(known["answers"], one.n_draft)
     facts = {"title": "The same drafters in several engines", "model": args.target, "dtype": "float32"}
@@ -290,7 +299,7 @@ def table(found: dict[tuple[str, str], Measured]) -> list[dict[str, str]]:
     for drafter in DRAFTERS:
         for (name, engine), one in found.items():
             if name.split(",")[0] == drafter:
-                ours, own_plain = found.get((drafter, OURS)), found["none", engine]
+                ours, own_plain = found.get((drafter, OURS)), found.get(("none", engine), one)
                 row = {"drafter": name, "engine": engine, **{f"tau, batch {n}": f"{one.tau(n):.3f}" for n in BATCHES}}
                 row["over ours"] = f"{one.tau(1) / ours.tau(1):.3f}" if ours else ""
                 row["accepted by position"] = one.accepted()
