@@ -3,6 +3,7 @@
     python scripts/ablations.py specdecpp prompts=<file.jsonl> target=<target> limit=40 sampling=t1 target.dtype=float32
     python scripts/ablations.py spectra|logitspec|sssd prompts=<file.jsonl> target=<target> limit=40
     python scripts/ablations.py spire [target=<target> corpus=<file>]
+    python scripts/ablations.py engine [target=<target> corpus=<file> init=<drafter>]
 
     specdecpp   discard and verification rate over the threshold, and speed against the best fixed gamma (its Figure 3
                 and Table 2), beside the stop rules by confidence and entropy
@@ -10,6 +11,7 @@
     logitspec   without the last logits, without the lookup (its Table 3)
     sssd        its sources one by one (its Figure 4a)
     spire       each part of the drafter's training (its Table 1 and Figure 5); every variant reads the same tokens
+    engine      what +engine=vllm costs: with and without own keys and sinks, three seeds, tau computed on held-out rows
 
 Further arguments are options of each run. The same command resumes after an interruption: finished runs are skipped.
 Results lie in runs/ablations/<name>/; `results.json` there has one row per setting, and specdecpp.png the figure.
@@ -24,6 +26,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+import numpy as np
 from matplotlib.figure import Figure
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # a checkout need not be installed
@@ -46,14 +49,25 @@ VARIANTS = {  # ablation -> the group of variants in conf/, and the methods that
 }
 TRAINED = "none,random_init,distill,hard,no_feedback,no_target_activations,dense_kv"
 EQUAL = ("max_steps=380", "select.every=0", "tau.contexts=64", "tau.context_tokens=[256]")
+ENGINES = ("seed=1,2,3", "own_key=true,false", "sink_tokens=1,0")
+SHORT = ("max_steps=120", "trainer.val_check_interval=120", "data.row_tokens=512", "data.batch_size=2")
+SHORT = (
+    *SHORT,
+    "select.every=0",
+    "tau.contexts=4",
+    "tau.context_tokens=[128]",
+    "tau.new_tokens=32",
+    "tau.timed_contexts=1",
+)
 KEPT = ("mean_accepted", "mean_accepted_ci95", "tokens_per_s_micro", "speedup", "speedup_ci95")
 KEPT = (*KEPT, "discard_rate", "verification_rate", "lossless")
+T_OF_THREE = 4.303  # Student's t of 95 % for three seeds
 STYLES = {"specdecpp": "o-", "confidence_stop": "^:", "entropy_stop": "v-.", "speculative": "s--"}
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("ablation", choices=["specdecpp", *VARIANTS, "spire"])
+    parser.add_argument("ablation", choices=["specdecpp", *VARIANTS, "spire", "engine"])
     parser.add_argument("options", nargs="*", help="of spectrain.bench or spectrain.train, written name=value")
     args = parser.parse_args()
     folder = Path("runs/ablations") / args.ablation
@@ -63,6 +77,8 @@ def main() -> None:
         figure_of(rows).savefig(folder / "specdecpp.png", dpi=130)
     elif args.ablation == "spire":
         rows = trainings(folder, args.options)
+    elif args.ablation == "engine":
+        rows = engines(folder, args.options)
     else:
         rows = variants(folder, *VARIANTS[args.ablation], args.options)
     write_json(folder / "results.json", {"ablation": args.ablation, "options": args.options, "rows": rows})
@@ -109,6 +125,23 @@ def trainings(folder: Path, options: Sequence[str]) -> list[dict]:
         drafter = "speculative" if name == "vanilla" else "spire"
         changed = read_yaml(folder / "runs" / name / "config.yaml")
         rows.append({"ablation": name, "loss": changed.get("loss")} | dict(result["tau"][drafter].items()))
+    return rows
+
+
+def engines(folder: Path, options: Sequence[str]) -> list[dict]:
+    """Train with and without own keys and sinks, and list the tau that validation computed for each seed."""
+    place = "${own_key}-${sink_tokens}-${seed}"
+    paths = (f"run_dir={folder}/runs/{place}", f"out={folder}/drafters/{place}")
+    run("train", "-m", "+exp=spire", *ENGINES, *SHORT, *paths, *options)
+    rows, usual = [], np.zeros(3)
+    for own_key in (True, False):
+        for sinks in (1, 0):
+            runs = [folder / "runs" / f"{own_key}-{sinks}-{seed}" / "result.json" for seed in (1, 2, 3)]
+            taus = np.array([json.loads(file.read_text())["metrics"]["eval/tau_expected"] for file in runs])
+            usual = usual if rows else taus
+            more = taus - usual
+            interval = float(more.mean()), float(T_OF_THREE * more.std(ddof=1) / 3**0.5)
+            rows.append({"own_key": own_key, "sink_tokens": sinks, "tau": taus.tolist(), "difference": interval})
     return rows
 
 

@@ -163,7 +163,7 @@ def expand_shorthands(arguments: Sequence[str], name: str) -> list[str]:
                 argument = f"{key}={value}"
             if value and key.lstrip("+") in paths:
                 argument = f"{key}={quote(value)}"
-            if key == "recipe":
+            if key in ("recipe", "engine"):
                 if value == "null":
                     continue
                 argument = f"+{argument}"

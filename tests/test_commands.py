@@ -104,8 +104,13 @@ def test_a_drafter_is_trained_further(run, typed, small):
         code, _, err = run(*further, option, "out=refused")
         assert (code, message in err) == (2, True), err
     assert not Path("refused").exists()
-    code, _, err = run(*further, "window_tokens=32", "draft_vocab=50", "out=fewer", "run_dir=fewer-run")
+    adapted = ["window_tokens=32", "draft_vocab=50", "+engine=vllm"]
+    code, _, err = run(*further, *adapted, "out=fewer", "run_dir=fewer-run")
     assert code == 0, err
+    made = json.loads(Path("fewer/config.json").read_text())
+    assert (made["own_key"], made["sink_tokens"]) == (False, 0)
+    code, _, err = run(*further[:-1], "init=fewer", "window_tokens=32", "out=refused")
+    assert (code, "init=fewer has other options; give sink_tokens=0 own_key=false" in err) == (2, True), err
     assert load_file("fewer/model.safetensors")["kept"].tolist() == first["kept"][:50].tolist()
     Path("fewer-run/result.json").unlink()  # as if it had not finished
     code, _, err = typed("export", "run=fewer-run", "out=unfinished")

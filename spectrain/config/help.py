@@ -25,6 +25,7 @@ TITLES = {  # of groups that have no class
     "variants": "Methods with other options, measured under names of their own.",
     "logger": "Where the metrics of a training go.",
     "recipe": "Options that suit a model or a machine.",
+    "engine": "SPIRe drafters that an engine computes as they were trained.",
 }
 Row = tuple[str, str]  # what is typed, and what it means
 
@@ -54,7 +55,7 @@ def show_options(name: str, arguments: Sequence[str]) -> None:
     own = [row for row in _rows(kind) if row[0].partition("=")[0].isidentifier()]
     own.sort(key=lambda row: row[0].partition("=")[0] not in kind.__annotations__)  # those of its bases come last
     _show("options, with their defaults", own)
-    for group in dict.fromkeys([*groups, *classes, *(["recipe"] if name == "train" else [])]):
+    for group in dict.fromkeys([*groups, *classes, *(["recipe", "engine"] if name == "train" else [])]):
         file = chosen.get(group, groups.get(group, ""))  # None: there is nothing to change
         of = None if file is None else GROUPS.get((group, file)) or classes.get(group)
         rows = _presets(group, groups.get(group)) + (_rows(of, f"{group}.") if of else [])

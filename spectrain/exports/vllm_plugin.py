@@ -7,25 +7,31 @@ from __future__ import annotations
 
 import logging
 import re
+from importlib.util import find_spec
+
+from spectrain.exports.vllm_versions import READ, TRIED
 
 log = logging.getLogger("vllm.spectrain")  # below vLLM's own, so that it is shown
 
 ARCHITECTURE = "SpireLlamaEagle3"
-OLDEST = (0, 32)  # the oldest vLLM that was tried; earlier ones lay out their caches otherwise
+PROPOSER = "vllm.model_executor.models.llama_eagle3"  # whose class ours is one of
 
 
 def register() -> None:
+    """Register the class of SPIRe drafters; where this vLLM cannot run them, say why instead."""
     import vllm
 
     if (why := why_not(vllm.__version__)) is not None:
-        log.warning("SPIRe drafters are not registered: %s", why)
-        return
-    vllm.ModelRegistry.register_model(ARCHITECTURE, f"spectrain.exports.vllm_spire:{ARCHITECTURE}")
+        log.warning("SPIRe drafters cannot be served: %s", why)
+    else:
+        vllm.ModelRegistry.register_model(ARCHITECTURE, f"spectrain.exports.vllm_spire:{ARCHITECTURE}")
 
 
 def why_not(version: str) -> str | None:
     """Return why a vLLM of this version cannot run SPIRe drafters; None: it may."""
-    numbers = re.match(r"(\d+)\.(\d+)", version)  # a build of one's own may have any version
-    if numbers and (0, 1) < tuple(map(int, numbers.groups())) < OLDEST:
-        return f"they need vLLM {'.'.join(map(str, OLDEST))} or newer, and this is {version}; install a newer one"
-    return None
+    found, oldest = (re.match(r"(\d+)\.(\d+)", one) for one in (version, TRIED[0]))
+    number, least = (tuple(map(int, one.groups())) if one else (0, 1) for one in (found, oldest))
+    known = f"they ran in vLLM {', '.join(TRIED)}, and the source of {', '.join(READ)} was read"
+    if (0, 1) < number < least:  # (0, 1) are builds of one's own
+        return f"this is vLLM {version}, which is too old; {known}"
+    return None if find_spec(PROPOSER) else f"this vLLM {version} lacks its EAGLE-3 proposer ({PROPOSER}); {known}"

@@ -1,7 +1,7 @@
 """A SPIRe drafter behind vLLM's EAGLE-3 proposer: the class that `architectures` in `vllm/config.json` names.
 
-It imports vLLM and torch alone. It was run with vLLM 0.32.0 on a CPU, by the V1 runner
-(`vllm/v1/spec_decode/llm_base_proposer.py`). The V2 runner, which needs Triton, was read, not run
+It imports vLLM and torch, and of spectrain only what imports neither. It was run with vLLM 0.32.0 on a CPU, by the V1
+runner (`vllm/v1/spec_decode/llm_base_proposer.py`). The V2 runner, which needs Triton, was read, not run
 (`vllm/v1/worker/gpu/spec_decode/target_dependent_ar/speculator.py` and `eagle/utils.py`). It loads the class, shares
 the target's tables, sizes its buffer, calls `combine_hidden_states` and hands states on in the same way.
 
@@ -34,7 +34,7 @@ from vllm.config import VllmConfig
 from vllm.distributed import get_tensor_model_parallel_rank, tensor_model_parallel_all_reduce
 from vllm.forward_context import get_forward_context
 from vllm.logger import init_logger
-from vllm.model_executor.layers.activation import get_act_and_mul_fn
+from vllm.model_executor.layers.activation import SiluAndMul
 from vllm.model_executor.layers.attention import Attention
 from vllm.model_executor.layers.layernorm import RMSNorm
 from vllm.model_executor.layers.linear import (
@@ -50,6 +50,8 @@ from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead, 
 from vllm.model_executor.model_loader.weight_utils import default_weight_loader
 from vllm.model_executor.models.llama_eagle3 import Eagle3LlamaForCausalLM
 from vllm.model_executor.models.utils import maybe_prefix
+
+from spectrain.exports.vllm_versions import warn_if_samples_are_wrong
 
 logger = init_logger("vllm.spectrain.spire")  # below vLLM's own, so that it is shown
 
@@ -114,7 +116,7 @@ class SpireBlock(nn.Module):
         inner, bias = shape["intermediate_size"], shape["mlp_bias"]
         self.gate_up = MergedColumnParallelLinear(width, [inner] * 2, bias=bias, prefix=f"{prefix}.gate_up", **linear)
         self.down = RowParallelLinear(inner, width, bias=bias, prefix=f"{prefix}.down", **linear)
-        self.activation = get_act_and_mul_fn(shape["hidden_act"])
+        self.activation = SiluAndMul()  # no other is exported
         self.rotary = get_rope(
             head, shape["max_positions"], is_neox_style=True, rope_parameters=shape["rope_parameters"]
         )
@@ -309,7 +311,7 @@ def last_rows(starts: Tensor, n_last: int, n_tokens: int) -> Tensor:
 
 
 class SpireLlamaEagle3(Eagle3LlamaForCausalLM):
-    """The drafter as the proposer sees it. V1 asks for a class of vLLM's own, of which only the logits are used here."""
+    """The drafter as the proposer sees it. V1 asks for a class of vLLM's own, of which the logits alone are used."""
 
     has_own_embed_tokens = False  # the proposer shares the target's
     use_parallel_drafting = False
@@ -319,6 +321,7 @@ class SpireLlamaEagle3(Eagle3LlamaForCausalLM):
         self.config = vllm_config.speculative_config.draft_model_config.hf_config
         facts = self.config.to_dict()
         check_fits(facts, vllm_config)
+        warn_if_samples_are_wrong()
         spire = self.spire = facts["spire"]
         width, n_tokens = spire["shape"]["hidden_size"], spire["shape"]["vocab_size"]
         self.config.draft_vocab_size = spire["draft_vocab"] or n_tokens

@@ -59,8 +59,8 @@ class SpireConfig:
     # Whether the first block's input also holds W2 h, h being the target's final state one token earlier, for drafted
     # tokens the drafter's own. Not in the paper; EAGLE does so.
     previous_state: bool = False
-    # Whether a token sees its own key, besides those of the memories before it. Attention kernels that read one KV cache
-    # have no place for it, so false is what engines run as it was trained. See `sees_itself`.
+    # Whether a token sees its own key, besides those of the memories before it. Attention over one KV cache has no
+    # place for it, so engines run a drafter as it was trained where this is false. See `sees_itself`.
     own_key: bool = True
     # Tokens that it can draft: fewer than the target has, whose probability is 0 for all others. None: all.
     draft_vocab: int | None = None

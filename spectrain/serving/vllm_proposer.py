@@ -18,6 +18,7 @@ from typing import Any
 import numpy as np
 
 from spectrain.errors import check_whole
+from spectrain.exports.vllm_versions import warn_if_samples_are_wrong
 from spectrain.methods.lookup import RowState
 from spectrain.serving.lookups import KEY, ExportedLookup, folder_of, likeliest_branch
 
@@ -52,6 +53,10 @@ class LookupProposer:
         self.lookup = ExportedLookup(folder, model.get_vocab_size(), model.tokenizer)
         self._requests: list[Request] = []
         self._calls = 0
+        warn_if_samples_are_wrong()
+
+    def load_model(self, target_model: object) -> None:
+        """Load nothing: lookups have no weights. vLLM's runner for CPUs calls it without asking."""
 
     def propose(
         self,

@@ -35,6 +35,7 @@ log = logging.getLogger(__name__)
 
 AUTO_SHARE = 0.995  # of the training text, that draft_vocab=auto covers
 GUESSED_VOCAB = 32_768  # tokens of draft_vocab=auto, before any text is read
+ADAPTED = {"own_key": False, "sink_tokens": 0}  # which a trained drafter may be adapted to: see conf/engine/
 STORED_DTYPE = torch.bfloat16  # of features, as `spectrain.stores.features` keeps them
 
 
@@ -204,7 +205,10 @@ class SpireExperiment(Experiment):
             raise UserError(
                 f"init={folder} has draft_vocab={shown(n_tokens)}, not {asked}; draft_vocab=null keeps it{fewer}"
             )
-        found, wanted = ({**vars(one), "n_layer": one.n_layer} for one in (drafter.config, self.shape(drafter.kept)))
+        config = self.shape(drafter.kept)
+        adapted = {name: value for name, value in ADAPTED.items() if getattr(config, name) == value}
+        drafter.config = replace(drafter.config, **adapted)
+        found, wanted = ({**vars(one), "n_layer": one.n_layer} for one in (drafter.config, config))
         names = [name for name in found if found[name] != wanted[name] and name != "target_layers"]
         if names:
             options = " ".join(f"{name}={shown(found[name])}" for name in names)

@@ -35,7 +35,8 @@ def engine_python() -> Path:
 @pytest.fixture(scope="session")
 def site(tmp_path_factory) -> Path:
     """A folder for the path in which spectrain is installed, as from its wheel: with its entry points."""
-    folder = tmp_path_factory.getbasetemp().parent / "engine-site"  # of all test processes
+    base = tmp_path_factory.getbasetemp()
+    folder = (base.parent if "PYTEST_XDIST_WORKER" in os.environ else base) / "engine-site"  # of all test processes
     with FileLock(folder.with_suffix(".lock")):
         if not folder.is_dir():
             wheels = tmp_path_factory.mktemp("wheel")

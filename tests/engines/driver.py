@@ -56,7 +56,7 @@ class Driver:
             gc.collect()
 
     def generate(self, prompts: list[list[int]], max_tokens: list[int], together: bool, abort: dict, **sampling):
-        """Generate for prompts at once, or one by one. `abort`: number of a prompt -> tokens after which it is cancelled."""
+        """Generate for prompts at once, or one by one; `abort`: tokens after which the prompt of a number is cancelled."""
         before, tokens = self.counters(), []
         for group in [list(range(len(prompts)))] if together else [[i] for i in range(len(prompts))]:
             tokens += self._run([(prompts[i], max_tokens[i], abort.get(str(i))) for i in group], sampling)
@@ -93,8 +93,25 @@ class Driver:
         found, calls[:] = list(calls), []
         return found
 
+    def record(self) -> None:
+        """Keep what the proposer drafts from now on, of one text after the other; see `drafted`."""
+        runner = self.llm.llm_engine.model_executor.driver_worker.worker.model_runner
+        propose, self.drafts = runner.drafter.propose, []
+
+        def recorded(*args, **options):
+            drafts = propose(*args, **options)
+            self.drafts += drafts.tolist()
+            return drafts
+
+        runner.drafter.propose = recorded
+
+    def drafted(self) -> list[list[int]]:
+        """The drafts since the last call, in their order."""
+        found, self.drafts[:] = list(self.drafts), []
+        return found
+
     def counters(self) -> dict:
-        found = {name: 0 for name in COUNTERS.values()}
+        found = dict.fromkeys(COUNTERS.values(), 0)
         for metric in self.llm.get_metrics():
             if metric.name in COUNTERS:
                 found[COUNTERS[metric.name]] = getattr(metric, "values", None) or metric.value

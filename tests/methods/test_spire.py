@@ -183,10 +183,10 @@ def whole_target_drafter(noise: float = 0.0, **options):
 
 
 @pytest.mark.parametrize("batch_size", [1, 3])
-@pytest.mark.parametrize("noise", [0.0, 0.03])
-def test_output_is_the_target_s_own_where_drafts_are_accepted(noise, batch_size):
+@pytest.mark.parametrize(("noise", "options"), [(0.0, {}), (0.03, {}), (0.0, {"own_key": False})], ids=str)
+def test_output_is_the_target_s_own_where_drafts_are_accepted(noise, options, batch_size):
     """Rows accept different numbers of drafts, end inside accepted blocks by EOS and by length, and are replaced."""
-    target, drafter = whole_target_drafter(noise, family="llama_gqa")
+    target, drafter = whole_target_drafter(noise, family="llama_gqa", **options)
     prompts = random_prompts([3, 17, 1, 9, 30, 5, 8])
     plain = generate(target, Autoregressive(), prompts, 40, stop_token_ids=())
     ends = [g.tokens[7 + i] for i, g in enumerate(plain[:3])]  # tokens that do occur end the text
@@ -198,7 +198,7 @@ def test_output_is_the_target_s_own_where_drafts_are_accepted(noise, batch_size)
     assert {g.finish_reason for g in found} >= {"stop"}
     per_step = [a for g in found for a in g.accepted]
     assert sum(per_step) > len(per_step)
-    assert noise == 0.0 or len(set(per_step)) > 2
+    assert (noise, options) == (0.0, {}) or len(set(per_step)) > 2
 
 
 def test_reading_the_context_itself_equals_training():

@@ -262,7 +262,7 @@ def test_targets_that_are_not_llama_like_are_named():
     [
         ({"k": 9}, "k=9 is larger than window_tokens=8"),
         ({"previous_state": True}, "previous_state=true needs input=projected or trained, and target_activations=true"),
-        ({"own_key": False, "feedback": False, "target_activations": False}, "own_key=false needs target_activations=t"),
+        ({"own_key": False, "feedback": False, "target_activations": False}, "own_key=false needs target_activ"),
         ({"own_key": False, "k": 1, "window_tokens": 1}, "own_key=false needs window_tokens of 2 or more"),
         ({"unembedding": "target"}, "input=tied trains its own unembedding; give unembedding=trained"),
     ],

@@ -71,7 +71,7 @@ def tree_of_our_loop(drafter, target: TargetModel, text: list[int], n_drafts: in
     return drafter.propose(context)
 
 
-def by_our_loop(drafter, target: TargetModel, text: list[int], n_drafts: int) -> list[int]:
+def branch_of_our_loop(drafter, target: TargetModel, text: list[int], n_drafts: int) -> list[int]:
     """Its likeliest branch. Slow and on its own: from each node to the child that was added first."""
     tree = tree_of_our_loop(drafter, target, text, n_drafts)
     parents, tokens = tree.parents[0].tolist(), tree.tokens[0].tolist()
@@ -122,7 +122,7 @@ def test_served_text_is_the_targets_own_and_drafts_are_those_of_our_loop(
         for text, sampled, drafts in zip(call.texts, call.sampled, call.drafts, strict=True):
             room = min(5, MAX_MODEL_LEN - len(text))
             cut += room < 5
-            expected = by_our_loop(drafter, target, text, room) if sampled and room > 0 else []
+            expected = branch_of_our_loop(drafter, target, text, room) if sampled and room > 0 else []
             assert drafts == expected
             compared += len(expected) > 0
     assert compared > 20
