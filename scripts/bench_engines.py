@@ -146,7 +146,7 @@ def main() -> None:
     parser.add_argument("--vanilla", help="folder of an ordinary draft model")
     parser.add_argument("--spire", nargs="*", default=[], help="exports; the first one runs in our loop, all in vLLM")
     parser.add_argument("--draft", type=int, default=4, help="tokens of a draft, at most")
-    parser.add_argument("--runs", type=Path, help="folder of what is measured; what is in it is not measured again")
+    parser.add_argument("--runs", type=Path, default="runs/same-drafter", help="folder of what was measured already")
     parser.add_argument("--worker", help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.worker:

@@ -212,10 +212,10 @@ def settings(args: argparse.Namespace, model: str, lookup: Path, eos_ids: list[i
 
     vanilla = [("vanilla", "vanilla", args.vanilla)] if args.vanilla else []
     shared, own = [(LOOKUP, "lookup", lookup), *vanilla], (ITS_OWN, "ngram", None)
-    attention = {folder: json.loads(Path(folder, "vllm/config.json").read_text())["attention"] for folder in args.spire}
-    spire = [(f"SPIRe, {kind}", "spire", f"{folder}/vllm") for folder, kind in attention.items()]
     yield from of(OURS, sys.executable, model, [*shared, *(("SPIRe", "spire", folder) for folder in args.spire[:1])])
     if args.vllm:
+        config = {folder: json.loads(Path(folder, "vllm/config.json").read_text()) for folder in args.spire}
+        spire = [(f"SPIRe, {one['attention']}", "spire", f"{folder}/vllm") for folder, one in config.items()]
         yield from of("vLLM", args.vllm, model, [own, *shared, *spire])
     for engine, given in (("OpenVINO", args.openvino), ("llama.cpp", args.llamacpp)):
         if given:
