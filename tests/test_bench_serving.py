@@ -150,23 +150,3 @@ def test_engines_count_alike_what_a_call_of_the_target_gave():
         "2 of 2",
     ]
     assert theirs[2:6] == ["2.500", "2.500", "1.500", "1 1 1 of 2"]
-
-
-def test_the_same_drafters_run_in_engines_that_are_given_and_are_measured_once(tmp_path):
-    options = [
-        "--same-drafter",
-        "--target",
-        "pystdlib-8l",
-        "--spire",
-        SCRIPTS.parent / "checkpoints/pystdlib-8l-spire",
-        "--limit",
-        "2",
-    ]
-    options += ["--new", "8", "--runs", tmp_path, "--out", tmp_path / "out.json"]
-    command = [sys.executable, SCRIPTS / "bench_engines.py", *options]
-    said = subprocess.run(command, check=True, capture_output=True, text=True).stdout
-    assert said.count("measuring spectrain, ") == 3
-    rows = json.loads((tmp_path / "out.json").read_text())["rows"]
-    assert [(row[0], row[-1]) for row in rows] == [("none", "4 of 4"), ("`pld`", "4 of 4"), ("SPIRe", "4 of 4")]
-    assert float(rows[2][2]) > 2
-    assert "measuring" not in subprocess.run(command, check=True, capture_output=True, text=True).stdout
