@@ -3,11 +3,13 @@
     python scripts/bench_engines.py --prompts gsm8k.jsonl instructions.jsonl humaneval.jsonl \\
         --openvino ov/bin/python ov/smollm2 --llamacpp llama/bin/python smollm2-f32.gguf --out engines.json
     python scripts/bench_engines.py --busy 1 ...                              # all of it beside a busy process
+    python scripts/bench_engines.py --same-drafter --vanilla vanilla --spire exact stock --vllm engine/bin/python \\
+        --openvino ov/bin/python ov/smollm2 ov/vanilla --llamacpp xllama/bin/python smollm2.gguf vanilla.gguf ...
 
 Each engine runs in a process of its own, under the Python that is named before its model, and gets the same token ids.
 Tokens/s count the reading of prompts. `ratio` is a setting's speed over that of `--over`, the geometric mean over
-prompts with its 95 % interval; `same` is the share of texts that are those of our first method. docs/measuring.md says
-how the environments are made.
+prompts with its 95 % interval; `same` is the share of texts that are those of our first method. With --same-drafter the
+same drafters run in each engine; see same_drafter.py. docs/measuring.md says how the environments are made.
 """
 
 from __future__ import annotations
@@ -24,6 +26,7 @@ from pathlib import Path
 
 import numpy as np
 from compare_checkouts import RESULT, Worker, interval
+from same_drafter import compare
 
 Write = Callable[[list[int]], list[int]]  # token ids of a prompt -> those of its continuation
 
@@ -92,41 +95,9 @@ def work(engine: str, *arguments: object) -> None:
         print(RESULT + json.dumps([time.perf_counter() - began, tokens]), flush=True)
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--target", default="smollm2")
-    parser.add_argument("--methods", nargs="+", default=["autoregressive", "pld", "spire", "auto"])
-    parser.add_argument("--dtypes", nargs="+", default=["float32"], help="in which ours compute")
-    parser.add_argument("--openvino", nargs=2, metavar=("PYTHON", "MODEL"))
-    parser.add_argument("--llamacpp", nargs=2, metavar=("PYTHON", "GGUF"))
-    parser.add_argument("--prompts", nargs="+", help="files, as bench reads them", default=[None])
-    parser.add_argument("--limit", type=int, default=4, help="prompts of each file")
-    parser.add_argument("--new", type=int, default=128, help="tokens of a text, at most")
-    parser.add_argument("--threads", type=int, default=2)
-    parser.add_argument("--turns", type=int, default=2)
-    parser.add_argument("--busy", type=int, default=0, help="processes that compute meanwhile")
-    parser.add_argument("--over", help="the setting that all are compared with; our plain decoding by default")
-    parser.add_argument("--out", type=Path, help="JSON file of the results")
-    parser.add_argument("--worker", help=argparse.SUPPRESS)
-    args = parser.parse_args()
-    if args.worker:
-        return work(*json.loads(args.worker))
-    # The Python of another engine has nothing of what follows.
-    from transformers import GenerationConfig
-
-    from spectrain.decoding.loading import read_tokenizer
-    from spectrain.measure.questions import read_questions
-    from spectrain.measure.tables import show, table_of
-    from spectrain.models.packages import target_path
-    from spectrain.stores.environment import cpu_name, date_now
-    from spectrain.stores.files import write_json
-    from spectrain.stores.prompts import question_ids
-
-    folder = target_path(args.target)
-    tokenizer, eos = read_tokenizer(folder), GenerationConfig.from_pretrained(folder).eos_token_id
-    shared = args.new, eos if isinstance(eos, list) else [eos]
-    questions = [question for file in args.prompts for question in read_questions(file, args.limit)]
-    prompts = [question_ids(tokenizer, question, []) for question in questions]
+def in_turns(args: argparse.Namespace, prompts: list[list[int]], eos_ids: list[int]) -> tuple[list[dict], dict]:
+    """Return a row for each setting, and what it answered; all engines are loaded, and take turns at every prompt."""
+    shared = args.new, eos_ids
     given = [(sys.executable, "ours", args.target, *shared, args.methods, dtype) for dtype in args.dtypes]
     for name, engine in (("openvino", args.openvino), ("llamacpp", args.llamacpp)):
         given += [(engine[0], name, engine[1], *shared, args.threads)] if engine else []
@@ -152,12 +123,57 @@ def main() -> None:
         mean, low, high = interval(logs - over)
         cells = {"tokens/s": f"{speed:.1f}", "ratio": f"{mean:.2f} [{low:.2f}, {high:.2f}]", "same": f"{same:.2f}"}
         rows.append({"setting": setting, **cells})
-    frame = table_of(rows[1:])
-    show([(f"{len(prompts)} prompts, beside {args.busy} busy processes", frame)], 120)
+    return rows[1:], {"texts": found}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--target", default="smollm2")
+    parser.add_argument("--methods", nargs="+", default=["autoregressive", "pld", "spire", "auto"])
+    parser.add_argument("--dtypes", nargs="+", default=["float32"], help="in which ours compute")
+    parser.add_argument("--openvino", nargs="+", metavar="PYTHON MODEL", help="and the vanilla drafter")
+    parser.add_argument("--llamacpp", nargs="+", metavar="PYTHON GGUF", help="and the vanilla drafter")
+    parser.add_argument("--prompts", nargs="+", help="files, as bench reads them", default=[None])
+    parser.add_argument("--limit", type=int, default=4, help="prompts of each file")
+    parser.add_argument("--new", type=int, default=128, help="tokens of a text, at most")
+    parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--turns", type=int, default=2)
+    parser.add_argument("--busy", type=int, default=0, help="processes that compute meanwhile")
+    parser.add_argument("--over", help="the setting that all are compared with; our plain decoding by default")
+    parser.add_argument("--out", type=Path, help="JSON file of the results")
+    parser.add_argument("--same-drafter", action="store_true", help="one table of the same drafters in each engine")
+    parser.add_argument("--vllm", help="its Python, for --same-drafter, and so are those that follow")
+    parser.add_argument("--vanilla", help="folder of an ordinary draft model")
+    parser.add_argument("--spire", nargs="*", default=[], help="exports; the first one runs in our loop, all in vLLM")
+    parser.add_argument("--draft", type=int, default=4, help="tokens of a draft, at most")
+    parser.add_argument("--runs", type=Path, default="runs/same-drafter", help="folder of what was measured already")
+    parser.add_argument("--worker", help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    if args.worker:
+        return work(*json.loads(args.worker))
+    # The Python of another engine has nothing of what follows.
+    from transformers import GenerationConfig
+
+    from spectrain.decoding.loading import read_tokenizer
+    from spectrain.measure.questions import read_questions
+    from spectrain.measure.tables import show, table_of
+    from spectrain.models.packages import target_path
+    from spectrain.stores.environment import cpu_name, date_now
+    from spectrain.stores.files import write_json
+    from spectrain.stores.prompts import question_ids
+
+    folder = target_path(args.target)
+    tokenizer, eos = read_tokenizer(folder), GenerationConfig.from_pretrained(folder).eos_token_id
+    questions = [question for file in args.prompts for question in read_questions(file, args.limit)]
+    prompts = [question_ids(tokenizer, question, []) for question in questions]
+    eos_ids = eos if isinstance(eos, list) else [eos]
+    measured = compare(args, folder, prompts, eos_ids) if args.same_drafter else in_turns(args, prompts, eos_ids)
+    frame = table_of(measured[0])
+    show([(f"{len(prompts)} prompts, beside {args.busy} busy processes", frame)], 160)
     if args.out:
         command = " ".join(["python scripts/bench_engines.py", *sys.argv[1:]])
-        result = {"command": command, "date": date_now(), "machine": cpu_name(), "columns": list(frame)}
-        write_json(args.out, result | {"rows": frame.to_numpy().tolist(), "texts": found})
+        result = {"command": command, "date": date_now(), "machine": cpu_name(), **measured[1]}
+        write_json(args.out, result | {"columns": list(frame), "rows": frame.to_numpy().tolist()})
 
 
 if __name__ == "__main__":

@@ -117,3 +117,36 @@ def test_engines_are_compared_on_the_same_prompts(tmp_path):
     assert plain[0] == "autoregressive, float32"
     assert plain[2:] == ["1.00 [1.00, 1.00]", "1.00"]
     assert (lookup[0], lookup[3]) == ("pld, float32", "1.00")
+
+
+def test_engines_count_alike_what_a_call_of_the_target_gave():
+    same = load_script("same_drafter")
+    assert same.by_call(6, [2, 0]) == [1, 3, 1, 1]  # nothing was drafted for the last call
+    assert same.by_call(6, [3, 1]) == [1, 4, 1]  # the text ended among the tokens of the last one
+    tokens = [5, 6, 7, 8, 9, 4]
+    answers = {
+        calls: {str(n): [(2.0, [(tokens, [int(c) for c in calls])])] for n in (1, 4)}
+        for calls in ("1311", "114", "111111")
+    }
+    found = {
+        name: same.Measured(answers[calls], 3)
+        for name, calls in {
+            ("none", "spectrain"): "111111",
+            ("none", "vLLM"): "111111",
+            ("vanilla", "spectrain"): "1311",
+            ("vanilla", "vLLM"): "114",
+        }.items()
+    }
+    _, _, ours, theirs = (list(row.values()) for row in same.table(found))
+    assert ours == [
+        "vanilla",
+        "spectrain",
+        "1.667",
+        "1.667",
+        "1.000",
+        "1 1 0 of 3",
+        "3.0 (1.00)",
+        "3.0 (1.00)",
+        "2 of 2",
+    ]
+    assert theirs[2:6] == ["2.500", "2.500", "1.500", "1 1 1 of 2"]

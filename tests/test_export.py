@@ -130,6 +130,8 @@ def test_the_card_says_what_a_reader_needs(trained, kind):
     served = [
         '"method":"draft_model","model":"vanilla-exported","num_speculative_tokens":5}',
         "--speculative-algorithm STANDALONE",
+        "convert_hf_to_gguf.py vanilla-exported --outfile drafter.gguf",
+        "optimum-cli export openvino --model vanilla-exported",
     ]
     assert all((line in body) == (kind == "vanilla") for line in served)
 
