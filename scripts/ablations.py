@@ -49,15 +49,10 @@ VARIANTS = {  # ablation -> the group of variants in conf/, and the methods that
 }
 TRAINED = "none,random_init,distill,hard,no_feedback,no_target_activations,dense_kv"
 EQUAL = ("max_steps=380", "select.every=0", "tau.contexts=64", "tau.context_tokens=[256]")
-ENGINES = ("seed=1,2,3", "own_key=true,false", "sink_tokens=1,0")
-SHORT = ("max_steps=120", "trainer.val_check_interval=120", "data.row_tokens=512", "data.batch_size=2")
+SEEDS = (1, 2, 3)
 SHORT = (
-    *SHORT,
-    "select.every=0",
-    "tau.contexts=4",
-    "tau.context_tokens=[128]",
-    "tau.new_tokens=32",
-    "tau.timed_contexts=1",
+    *("max_steps=120", "trainer.val_check_interval=120", "data.row_tokens=512", "data.batch_size=2"),
+    *("select.every=0", "tau.contexts=4", "tau.context_tokens=[128]", "tau.new_tokens=32", "tau.timed_contexts=1"),
 )
 KEPT = ("mean_accepted", "mean_accepted_ci95", "tokens_per_s_micro", "speedup", "speedup_ci95")
 KEPT = (*KEPT, "discard_rate", "verification_rate", "lossless")
@@ -129,19 +124,18 @@ def trainings(folder: Path, options: Sequence[str]) -> list[dict]:
 
 
 def engines(folder: Path, options: Sequence[str]) -> list[dict]:
-    """Train with and without own keys and sinks, and list the tau that validation computed for each seed."""
-    place = "${own_key}-${sink_tokens}-${seed}"
-    paths = (f"run_dir={folder}/runs/{place}", f"out={folder}/drafters/{place}")
-    run("train", "-m", "+exp=spire", *ENGINES, *SHORT, *paths, *options)
-    rows, usual = [], np.zeros(3)
-    for own_key in (True, False):
-        for sinks in (1, 0):
-            runs = [folder / "runs" / f"{own_key}-{sinks}-{seed}" / "result.json" for seed in (1, 2, 3)]
-            taus = np.array([json.loads(file.read_text())["metrics"]["eval/tau_expected"] for file in runs])
-            usual = usual if rows else taus
-            more = taus - usual
-            interval = float(more.mean()), float(T_OF_THREE * more.std(ddof=1) / 3**0.5)
-            rows.append({"own_key": own_key, "sink_tokens": sinks, "tau": taus.tolist(), "difference": interval})
+    """Train as usual and for an engine, and list the tau that validation computed for each seed."""
+    rows = []
+    for name, chosen in {"usual": (), "engine": ("+engine=vllm",)}.items():
+        taus = []
+        for seed in SEEDS:
+            paths = (f"run_dir={folder}/runs/{name}-{seed}", f"out={folder}/drafters/{name}-{seed}")
+            run("train", "-m", "+exp=spire", *chosen, f"seed={seed}", *SHORT, *paths, *options)
+            result = json.loads((folder / "runs" / f"{name}-{seed}" / "result.json").read_text())
+            taus.append(result["metrics"]["eval/tau_expected"])
+        rows.append({"trained": name, "tau": taus})
+    more = np.subtract(rows[1]["tau"], rows[0]["tau"])
+    rows[1]["difference"] = [float(more.mean()), float(T_OF_THREE * more.std(ddof=1) / len(SEEDS) ** 0.5)]
     return rows
 
 
