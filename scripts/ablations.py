@@ -125,15 +125,14 @@ def trainings(folder: Path, options: Sequence[str]) -> list[dict]:
 
 def engines(folder: Path, options: Sequence[str]) -> list[dict]:
     """Train as usual and for an engine, and list the tau that validation computed for each seed."""
-    rows = []
-    for name, chosen in {"usual": (), "engine": ("+engine=vllm",)}.items():
-        taus = []
-        for seed in SEEDS:
+    taus: dict[str, list[float]] = {"usual": [], "engine": []}
+    for seed in SEEDS:
+        for name, chosen in zip(taus, ((), ("+engine=vllm",)), strict=True):
             paths = (f"run_dir={folder}/runs/{name}-{seed}", f"out={folder}/drafters/{name}-{seed}")
             run("train", "-m", "+exp=spire", *chosen, f"seed={seed}", *SHORT, *paths, *options)
             result = json.loads((folder / "runs" / f"{name}-{seed}" / "result.json").read_text())
-            taus.append(result["metrics"]["eval/tau_expected"])
-        rows.append({"trained": name, "tau": taus})
+            taus[name].append(result["metrics"]["eval/tau_expected"])
+    rows = [{"trained": name, "tau": found} for name, found in taus.items()]
     more = np.subtract(rows[1]["tau"], rows[0]["tau"])
     rows[1]["difference"] = [float(more.mean()), float(T_OF_THREE * more.std(ddof=1) / len(SEEDS) ** 0.5)]
     return rows
