@@ -258,7 +258,8 @@ class SpireModel(nn.Module):
         places, seen = self.window(positions[rows])  # [R, Q, S]
         table = metadata.block_table[:, None].expand(-1, rows.shape[1], -1).flatten(0, 1)  # [m = R Q, blocks]
         places, seen, rows = places.flatten(0, 1), seen.flatten(0, 1), rows.flatten()
-        states, ahead = [self.first(input_ids[rows], hidden_states[rows])], positions[rows] + 1
+        ahead = (positions[rows] + 1).clamp(max=self.last_position)  # the last ones draft what is cut
+        states = [self.first(input_ids[rows], hidden_states[rows])]
         mask = hidden_states.new_zeros(seen.shape).masked_fill(~seen, -torch.inf)
         for block in self.blocks:
             states.append(block.exact(states[-1], ahead, table, places, mask, self.has_own_key))
