@@ -380,7 +380,7 @@ class SpireLlamaEagle3(Eagle3LlamaForCausalLM):
             has_one_table = self.spire["input"] == "tied" and shape["tie_embeddings"]
             return [("model.table.weight", tensor), *[("lm_head.weight", tensor)] * has_one_table]
         if name == "kept":
-            return [("draft_id_to_target_id", tensor - torch.arange(len(tensor)))]
+            return [("draft_id_to_target_id", tensor - torch.arange(len(tensor), device=tensor.device))]
         others = {"lm_head.weight": "lm_head.weight", "target.norm": "model.target_norm.weight"}
         return [((others | {"target.embedding": "model.target_rows"}).get(name, own), tensor)]
 
