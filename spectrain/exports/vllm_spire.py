@@ -318,11 +318,12 @@ class SpireLlamaEagle3(Eagle3LlamaForCausalLM):
         width, n_tokens = spire["shape"]["hidden_size"], spire["shape"]["vocab_size"]
         self.config.draft_vocab_size = spire["draft_vocab"] or n_tokens
         self.model = SpireModel(vllm_config=vllm_config, prefix=maybe_prefix(prefix, "model"))
-        backend = self.model.blocks[0].attention.attn_backend.get_name()
-        if facts["attention"] == "exact" and backend not in READ_BY_EXACT:
+        attention = self.model.blocks[0].attention
+        backend, is_quantized = attention.attn_backend.get_name(), attention.kv_cache_torch_dtype.itemsize == 1
+        if facts["attention"] == "exact" and (backend not in READ_BY_EXACT or is_quantized):
             refuse(
-                f"attention=exact runs with {' and '.join(READ_BY_EXACT)}, not with {backend}; export the drafter with "
-                "attention=stock, or choose another attention_backend"
+                f"attention=exact runs with {' and '.join(READ_BY_EXACT)} and a plain KV cache, not with {backend} and "
+                f"kv_cache_dtype={attention.kv_cache_dtype}; serve with other ones, or export with attention=stock"
             )
         self.has_own_lm_head = spire["unembedding"] == "trained"
         self.logits_processor = LogitsProcessor(self.config.draft_vocab_size)
