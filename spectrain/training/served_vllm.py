@@ -170,7 +170,7 @@ class VllmStates:
                 answer = connection.getresponse()
                 status, text = answer.status, answer.read().decode(errors="replace")
         except HTTPException as error:
-            raise ConnectionError(errno.EPROTO, "it does not speak HTTP") from error
+            raise ConnectionError(errno.EPROTO, "its answer breaks off, or is no HTTP") from error
         if status >= 500:
             raise ConnectionError(status, f"{status} {text[:EXCERPT_CHARACTERS]}")
         if status != 200:
