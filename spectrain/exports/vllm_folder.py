@@ -10,13 +10,12 @@ from pathlib import Path
 from safetensors.torch import save_file
 
 from spectrain.decoding.target import FINAL, TargetModel
+from spectrain.exports.vllm_versions import ARCHITECTURE, FORMAT
 from spectrain.models.artifacts import WEIGHTS
 from spectrain.models.spire import SpireConfig
 from spectrain.stores.files import write_json
 
 FOLDER = "vllm"
-VERSION = 1  # of its format; `vllm_spire.VERSION` is the same
-ARCHITECTURE = "SpireLlamaEagle3"  # vLLM leaves names that end like this as they are
 TARGET = "target.safetensors"  # of the target: its last norm, and some rows of its embedding, by which it is known
 ROWS = 64
 
@@ -83,7 +82,7 @@ def vllm_config(config: SpireConfig, target: TargetModel, name: str, fingerprint
         "tie_word_embeddings": False,
         "torch_dtype": "float32",
         "eagle_aux_hidden_state_layer_ids": sorted(ids),
-        "version": VERSION,
+        "version": FORMAT,
         "attention": attention,
         "target": {"name": name, "fingerprint": fingerprint, "rows": rows, **sizes},
         "spire": asdict(config),

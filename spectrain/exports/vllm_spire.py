@@ -50,11 +50,10 @@ from vllm.model_executor.model_loader.weight_utils import default_weight_loader
 from vllm.model_executor.models.llama_eagle3 import Eagle3LlamaForCausalLM
 from vllm.model_executor.models.utils import maybe_prefix
 
-from spectrain.exports.vllm_versions import warn_if_samples_are_wrong
+from spectrain.exports.vllm_versions import FORMAT, warn_if_samples_are_wrong
 
 logger = init_logger("vllm.spectrain.spire")  # below vLLM's own, so that it is shown
 
-VERSION = 1  # of the folder's format: `spectrain.exports.vllm_folder` writes the same
 FINAL = -1  # among target_layers: the state behind the target's last norm
 READ_BY_EXACT = ("CPU_ATTN", "FLASH_ATTN")  # backends whose caches hold each block in one piece
 
@@ -67,9 +66,9 @@ def refuse(sentence: str) -> None:
 
 def check_fits(facts: dict, vllm_config: VllmConfig) -> None:
     """Refuse a folder that this class cannot read, or that is for another target, before anything is built."""
-    if (version := facts.get("version")) != VERSION:
+    if (version := facts.get("version")) != FORMAT:
         refuse(
-            f"the drafter's folder has format {version}, but this spectrain reads {VERSION}; write it anew with "
+            f"the drafter's folder has format {version}, but this spectrain reads {FORMAT}; write it anew with "
             "python -m spectrain.export drafter=... by the same version of spectrain"
         )
     wanted, served = facts["target"], vllm_config.model_config
