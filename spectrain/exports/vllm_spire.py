@@ -154,9 +154,7 @@ class SpireBlock(nn.Module):
         size = cache.shape[2]
         cache[slots // size, :, slots % size] = torch.cat([keys, values], -1).to(cache.dtype)
 
-    def exact(
-        self, x: Tensor, positions: Tensor, table: Tensor, places: Tensor, mask: Tensor, has_own_key: bool
-    ) -> Tensor:
+    def exact(self, x: Tensor, positions: Tensor, table: Tensor, places: Tensor, mask: Tensor) -> Tensor:
         """Run tokens x [m, D] at positions [m], which see the memories at `places` [m, S] of their texts.
 
         table: [m, blocks], the blocks of each text.
@@ -165,7 +163,7 @@ class SpireBlock(nn.Module):
         cache = self.attention.kv_cache
         size = cache.shape[2]
         past = cache[table.gather(1, places // size).long(), :, places % size].to(x.dtype)  # [m, S, K, 2 E]
-        if has_own_key:
+        if mask.shape[1] > places.shape[1]:
             own = [one.unflatten(-1, (-1, self.head_dim)) for one in self.keys_values(x, positions)]
             past = torch.cat([past, torch.cat(own, -1)[:, None]], 1)
         keys, values = past.transpose(1, 2).split(self.head_dim, -1)
@@ -196,7 +194,6 @@ class SpireModel(nn.Module):
         shape = self.spire["shape"]
         width, n_tokens = shape["hidden_size"], shape["vocab_size"]
         self.width, self.n_blocks = width, len(self.spire["target_layers"])
-        self.has_own_key = self.spire.get("own_key", True)  # which exports of before lack
         self.last_position = vllm_config.model_config.max_model_len - 1
         self.n_queries = vllm_config.speculative_config.num_speculative_tokens + 1
         self.embed_tokens = nn.Embedding(1, width)
@@ -261,7 +258,7 @@ class SpireModel(nn.Module):
         states = [self.first(input_ids[rows], hidden_states[rows])]
         mask = hidden_states.new_zeros(seen.shape).masked_fill(~seen, -torch.inf)
         for block in self.blocks:
-            states.append(block.exact(states[-1], ahead, table, places, mask, self.has_own_key))
+            states.append(block.exact(states[-1], ahead, table, places, mask))
         final[rows], onward[rows] = self.results(states)
         return final, onward
 
@@ -274,7 +271,7 @@ class SpireModel(nn.Module):
         n_sinks, at = self.spire["sink_tokens"], positions[..., None]
         sinks = torch.arange(n_sinks, device=at.device).expand(*positions.shape, -1)
         near = at - torch.arange(self.spire["window_tokens"] - 1, device=at.device)
-        own = torch.ones_like(at, dtype=torch.bool)[..., : int(self.has_own_key)]
+        own = torch.ones_like(at, dtype=torch.bool)[..., : int(self.spire["own_key"])]
         return torch.cat([sinks, near], -1).clamp_min(0), torch.cat([sinks <= at, near >= n_sinks, own], -1)
 
     def __setattr__(self, name: str, value: object) -> None:
