@@ -28,7 +28,7 @@ def why_not_vllm(config: SpireConfig) -> str | None:
     if shape.layer_types:
         return "vLLM's class of the target, Gemma 3, gives the states of its blocks to no drafter"
     if shape.hidden_act != "silu":
-        return f"vLLM runs no such target whose activation is {shape.hidden_act}"
+        return f"vLLM runs no target of its kind with the activation {shape.hidden_act}"
     if config.window_tokens < 2:
         return "vLLM has no window of window_tokens=1, in which a token sees no other"
     return None

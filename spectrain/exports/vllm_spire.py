@@ -254,7 +254,7 @@ class SpireModel(nn.Module):
         places, seen = self.window(positions[rows])  # [R, Q, S]
         table = metadata.block_table[:, None].expand(-1, rows.shape[1], -1).flatten(0, 1)  # [m = R Q, blocks]
         places, seen, rows = places.flatten(0, 1), seen.flatten(0, 1), rows.flatten()
-        ahead = (positions[rows] + 1).clamp(max=self.last_position)  # the last ones draft what is cut
+        ahead = (positions[rows] + 1).clamp(max=self.last_position)  # nothing drafted behind it is kept
         states = [self.first(input_ids[rows], hidden_states[rows])]
         mask = hidden_states.new_zeros(seen.shape).masked_fill(~seen, -torch.inf)
         for block in self.blocks:
