@@ -19,8 +19,10 @@ from safetensors.torch import save_file
 from spectrain.decoding import TargetModel, load_target
 from spectrain.decoding.tables import open_tables
 from spectrain.errors import UserError
+from spectrain.stores.locations import BUNDLED, bundled_folder
 from spectrain.training import served
 from spectrain.training.served_vllm import VllmStates
+from spectrain.training.sources import Served
 from tests.conftest import tiny_model
 from tests.data_prep.conftest import caller, curve, training_options
 
@@ -138,6 +140,15 @@ def test_states_are_the_targets_own(shared, target, engine, fault, has_blocks, c
             assert len(engine.asked) == n_documents
     assert not any(engine.folder.iterdir())
     assert any("answers again" in one.message for one in caplog.records) == (fault == "restarts") or fault
+
+
+def test_a_bundled_target_is_found_by_its_name(engine):
+    path = bundled_folder(BUNDLED)
+    engine.model, engine.layers = load_target(path, device="cpu", dtype="float32").model, (6, 7, 8)
+    config = {"trainer": {"accelerator": "cpu"}, "target": {"path": BUNDLED, "dtype": "float32"}}
+    with serving(engine) as address:
+        source = Served(address=address, timeout_s=5, row_tokens=16)
+        assert source._vllm(config, open_tables(path, "float32", "cpu"), (6, 7)).slots == [0, 1, 2]
 
 
 def test_losses_are_those_of_online_training(shared, target, engine, tmp_path, monkeypatch, capfd):
