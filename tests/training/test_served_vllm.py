@@ -18,6 +18,7 @@ from safetensors.torch import save_file
 
 from spectrain.decoding import TargetModel, load_target
 from spectrain.decoding.tables import open_tables
+from spectrain.decoding.target import FINAL
 from spectrain.errors import UserError
 from spectrain.stores.locations import BUNDLED, bundled_folder
 from spectrain.training import served
@@ -125,15 +126,16 @@ def engine(target, tmp_path) -> StandIn:
 def test_states_are_the_targets_own(shared, target, engine, fault, has_blocks, caplog):
     opened = target if has_blocks else open_tables(shared / "target", "float32", "cpu")
     assert opened.has_blocks == has_blocks
+    layers, slots = (LAYERS, [1, 2, 0]) if has_blocks else ((2, FINAL), [1, 0, 0])  # FINAL: memories=final
     starts = torch.tensor([[0] * 5 + [5] * 11, [0] * 16, [0] * 15 + [15]])
     with serving(engine) as address:
-        server = VllmStates(address, 5, opened, str(shared / "target"), LAYERS, 16)
-        assert (server.slots, server.dtype) == ([1, 2, 0], "float32")
+        server = VllmStates(address, 5, opened, str(shared / "target"), layers, 16)
+        assert (server.slots, server.dtype) == (slots, "float32")
         engine.fault = fault
         for given, n_documents in ((None, 3), (starts, 5)):
             engine.asked.clear()
-            found = server.features(ROWS, given, LAYERS)
-            wanted = target.with_capture(LAYERS).features(ROWS, given)
+            found = server.features(ROWS, given, layers)
+            wanted = target.with_capture(layers).features(ROWS, given)
             for one, other in ((found.captured, wanted.captured), (found.final_hidden, wanted.final_hidden)):
                 assert one.dtype == torch.bfloat16
                 torch.testing.assert_close(one, other.detach().bfloat16(), rtol=2**-7, atol=1e-5)
