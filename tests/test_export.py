@@ -272,6 +272,8 @@ def test_a_spire_export_holds_what_vllm_reads_and_is_written_anew_from_an_old_on
     assert (out / "config.json").read_bytes() == (exported / "config.json").read_bytes()
     assert '"method":"eagle3","model":"new/vllm"' in (out / "README.md").read_text()
     assert not (old / "vllm").exists()
+    assert typed("export", f"drafter={out}", options[1], f"out={tmp_path / 'newer'}")[0] == 0
+    assert '"model":"newer/vllm"' in (tmp_path / "newer/README.md").read_text()
     assert len({file.stat().st_mode for file in out.rglob("*") if file.is_file()}) == 1  # all can be read by others
 
 

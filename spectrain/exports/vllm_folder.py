@@ -10,13 +10,12 @@ from pathlib import Path
 from safetensors.torch import save_file
 
 from spectrain.decoding.target import FINAL, TargetModel
+from spectrain.exports.vllm_versions import ARCHITECTURE, FORMAT
 from spectrain.models.artifacts import WEIGHTS
 from spectrain.models.spire import SpireConfig
 from spectrain.stores.files import write_json
 
 FOLDER = "vllm"
-VERSION = 1  # of its format; `vllm_spire.VERSION` is the same
-ARCHITECTURE = "SpireLlamaEagle3"  # vLLM leaves names that end like this as they are
 TARGET = "target.safetensors"  # of the target: its last norm, and some rows of its embedding, by which it is known
 ROWS = 64
 
@@ -29,7 +28,7 @@ def why_not_vllm(config: SpireConfig) -> str | None:
     if shape.layer_types:
         return "vLLM's class of the target, Gemma 3, gives the states of its blocks to no drafter"
     if shape.hidden_act != "silu":
-        return f"vLLM runs no such target whose activation is {shape.hidden_act}"
+        return f"vLLM runs no target of its kind with the activation {shape.hidden_act}"
     if config.window_tokens < 2:
         return "vLLM has no window of window_tokens=1, in which a token sees no other"
     return None
@@ -83,7 +82,7 @@ def vllm_config(config: SpireConfig, target: TargetModel, name: str, fingerprint
         "tie_word_embeddings": False,
         "torch_dtype": "float32",
         "eagle_aux_hidden_state_layer_ids": sorted(ids),
-        "version": VERSION,
+        "version": FORMAT,
         "attention": attention,
         "target": {"name": name, "fingerprint": fingerprint, "rows": rows, **sizes},
         "spire": asdict(config),

@@ -9,11 +9,10 @@ import logging
 import re
 from importlib.util import find_spec
 
-from spectrain.exports.vllm_versions import READ, TRIED
+from spectrain.exports.vllm_versions import ARCHITECTURE, READ, TRIED
 
 log = logging.getLogger("vllm.spectrain")  # below vLLM's own, so that it is shown
 
-ARCHITECTURE = "SpireLlamaEagle3"
 PROPOSER = "vllm.model_executor.models.llama_eagle3"  # whose class ours is one of
 
 

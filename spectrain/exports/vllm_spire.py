@@ -50,11 +50,10 @@ from vllm.model_executor.model_loader.weight_utils import default_weight_loader
 from vllm.model_executor.models.llama_eagle3 import Eagle3LlamaForCausalLM
 from vllm.model_executor.models.utils import maybe_prefix
 
-from spectrain.exports.vllm_versions import warn_if_samples_are_wrong
+from spectrain.exports.vllm_versions import FORMAT, warn_if_samples_are_wrong
 
 logger = init_logger("vllm.spectrain.spire")  # below vLLM's own, so that it is shown
 
-VERSION = 1  # of the folder's format: `spectrain.exports.vllm_folder` writes the same
 FINAL = -1  # among target_layers: the state behind the target's last norm
 READ_BY_EXACT = ("CPU_ATTN", "FLASH_ATTN")  # backends whose caches hold each block in one piece
 
@@ -67,9 +66,9 @@ def refuse(sentence: str) -> None:
 
 def check_fits(facts: dict, vllm_config: VllmConfig) -> None:
     """Refuse a folder that this class cannot read, or that is for another target, before anything is built."""
-    if (version := facts.get("version")) != VERSION:
+    if (version := facts.get("version")) != FORMAT:
         refuse(
-            f"the drafter's folder has format {version}, but this spectrain reads {VERSION}; write it anew with "
+            f"the drafter's folder has format {version}, but this spectrain reads {FORMAT}; write it anew with "
             "python -m spectrain.export drafter=... by the same version of spectrain"
         )
     wanted, served = facts["target"], vllm_config.model_config
@@ -155,9 +154,7 @@ class SpireBlock(nn.Module):
         size = cache.shape[2]
         cache[slots // size, :, slots % size] = torch.cat([keys, values], -1).to(cache.dtype)
 
-    def exact(
-        self, x: Tensor, positions: Tensor, table: Tensor, places: Tensor, mask: Tensor, has_own_key: bool
-    ) -> Tensor:
+    def exact(self, x: Tensor, positions: Tensor, table: Tensor, places: Tensor, mask: Tensor) -> Tensor:
         """Run tokens x [m, D] at positions [m], which see the memories at `places` [m, S] of their texts.
 
         table: [m, blocks], the blocks of each text.
@@ -166,7 +163,7 @@ class SpireBlock(nn.Module):
         cache = self.attention.kv_cache
         size = cache.shape[2]
         past = cache[table.gather(1, places // size).long(), :, places % size].to(x.dtype)  # [m, S, K, 2 E]
-        if has_own_key:
+        if mask.shape[1] > places.shape[1]:
             own = [one.unflatten(-1, (-1, self.head_dim)) for one in self.keys_values(x, positions)]
             past = torch.cat([past, torch.cat(own, -1)[:, None]], 1)
         keys, values = past.transpose(1, 2).split(self.head_dim, -1)
@@ -197,7 +194,6 @@ class SpireModel(nn.Module):
         shape = self.spire["shape"]
         width, n_tokens = shape["hidden_size"], shape["vocab_size"]
         self.width, self.n_blocks = width, len(self.spire["target_layers"])
-        self.has_own_key = self.spire.get("own_key", True)  # which exports of before lack
         self.last_position = vllm_config.model_config.max_model_len - 1
         self.n_queries = vllm_config.speculative_config.num_speculative_tokens + 1
         self.embed_tokens = nn.Embedding(1, width)
@@ -258,10 +254,11 @@ class SpireModel(nn.Module):
         places, seen = self.window(positions[rows])  # [R, Q, S]
         table = metadata.block_table[:, None].expand(-1, rows.shape[1], -1).flatten(0, 1)  # [m = R Q, blocks]
         places, seen, rows = places.flatten(0, 1), seen.flatten(0, 1), rows.flatten()
-        states, ahead = [self.first(input_ids[rows], hidden_states[rows])], positions[rows] + 1
+        ahead = (positions[rows] + 1).clamp(max=self.last_position)  # nothing drafted behind it is kept
+        states = [self.first(input_ids[rows], hidden_states[rows])]
         mask = hidden_states.new_zeros(seen.shape).masked_fill(~seen, -torch.inf)
         for block in self.blocks:
-            states.append(block.exact(states[-1], ahead, table, places, mask, self.has_own_key))
+            states.append(block.exact(states[-1], ahead, table, places, mask))
         final[rows], onward[rows] = self.results(states)
         return final, onward
 
@@ -274,7 +271,7 @@ class SpireModel(nn.Module):
         n_sinks, at = self.spire["sink_tokens"], positions[..., None]
         sinks = torch.arange(n_sinks, device=at.device).expand(*positions.shape, -1)
         near = at - torch.arange(self.spire["window_tokens"] - 1, device=at.device)
-        own = torch.ones_like(at, dtype=torch.bool)[..., : int(self.has_own_key)]
+        own = torch.ones_like(at, dtype=torch.bool)[..., : int(self.spire["own_key"])]
         return torch.cat([sinks, near], -1).clamp_min(0), torch.cat([sinks <= at, near >= n_sinks, own], -1)
 
     def __setattr__(self, name: str, value: object) -> None:
@@ -317,11 +314,12 @@ class SpireLlamaEagle3(Eagle3LlamaForCausalLM):
         width, n_tokens = spire["shape"]["hidden_size"], spire["shape"]["vocab_size"]
         self.config.draft_vocab_size = spire["draft_vocab"] or n_tokens
         self.model = SpireModel(vllm_config=vllm_config, prefix=maybe_prefix(prefix, "model"))
-        backend = self.model.blocks[0].attention.attn_backend.get_name()
-        if facts["attention"] == "exact" and backend not in READ_BY_EXACT:
+        attention = self.model.blocks[0].attention
+        backend, is_quantized = attention.attn_backend.get_name(), attention.kv_cache_torch_dtype.itemsize == 1
+        if facts["attention"] == "exact" and (backend not in READ_BY_EXACT or is_quantized):
             refuse(
-                f"attention=exact runs with {' and '.join(READ_BY_EXACT)}, not with {backend}; export the drafter with "
-                "attention=stock, or choose another attention_backend"
+                f"attention=exact runs with {' and '.join(READ_BY_EXACT)} and a plain KV cache, not with {backend} and "
+                f"kv_cache_dtype={attention.kv_cache_dtype}; serve with other ones, or export with attention=stock"
             )
         self.has_own_lm_head = spire["unembedding"] == "trained"
         self.logits_processor = LogitsProcessor(self.config.draft_vocab_size)
@@ -379,7 +377,7 @@ class SpireLlamaEagle3(Eagle3LlamaForCausalLM):
             has_one_table = self.spire["input"] == "tied" and shape["tie_embeddings"]
             return [("model.table.weight", tensor), *[("lm_head.weight", tensor)] * has_one_table]
         if name == "kept":
-            return [("draft_id_to_target_id", tensor - torch.arange(len(tensor)))]
+            return [("draft_id_to_target_id", tensor - torch.arange(len(tensor), device=tensor.device))]
         others = {"lm_head.weight": "lm_head.weight", "target.norm": "model.target_norm.weight"}
         return [((others | {"target.embedding": "model.target_rows"}).get(name, own), tensor)]
 

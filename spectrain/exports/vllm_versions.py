@@ -1,6 +1,6 @@
-"""Which vLLM our exports were tried in, and what is wrong in some builds.
+"""What exports and the code inside vLLM agree on, which vLLM they were tried in, and what is wrong in some builds.
 
-What runs inside vLLM calls it. It imports nothing of vLLM itself, so anything of ours may import it.
+It imports nothing of vLLM itself, so anything of ours may import it.
 """
 
 from __future__ import annotations
@@ -10,6 +10,8 @@ import sys
 
 log = logging.getLogger("vllm.spectrain")  # below vLLM's own, so that it is shown
 
+ARCHITECTURE = "SpireLlamaEagle3"  # the class of SPIRe drafters; vLLM leaves names that end like this as they are
+FORMAT = 1  # of the folder `vllm/` of an export
 TRIED = ("0.32.0",)  # our exports were started in it, on a CPU
 READ = ("0.33.0",)  # its sources were read
 MARK = 0.8125

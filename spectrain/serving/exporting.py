@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import logging
+import re
 import shutil
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -132,8 +133,9 @@ def write_again(folder: Path, out: Path, drafter: Path, target: TargetModel, att
     write_json(folder / "config.json", load_spire(drafter, target).config)
     engine = write_for_vllm(folder, out, target, attention)
     if (folder / CARD).is_file():
-        card = (folder / CARD).read_text(encoding="utf-8")
-        (folder / CARD).write_text(card.replace(NO_ENGINE, engine), encoding="utf-8")
+        card = (folder / CARD).read_text(encoding="utf-8").replace(NO_ENGINE, engine)
+        card = re.sub(r'(?<="model":")[^"]*(?=/vllm")', lambda _: named(out), card)  # the command of an earlier export
+        (folder / CARD).write_text(card, encoding="utf-8")
     let_others_read(folder)
 
 

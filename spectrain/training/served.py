@@ -175,7 +175,7 @@ class HiddenStates:
     _lock: threading.Lock = field(default_factory=threading.Lock)
 
     def __post_init__(self) -> None:
-        self._patience = Patience(self.address, self.timeout_s, ADVICE, self._idle.clear)
+        self._patience = Patience(self.address, self.timeout_s, ADVICE, self._forget)
         self._idle.append(self._patience.retried(self._connected))
 
     def features(self, tokens: Tensor, starts: Tensor | None = None, layers: Sequence[int] = ()) -> Features:
@@ -188,6 +188,11 @@ class HiddenStates:
         found = [self._patience.retried(partial(self._ask, rows, list(layers))) for rows in sent]
         captured, final = (one[0] if len(one) == 1 else torch.cat(one) for one in zip(*found, strict=True))
         return Features(captured if len(layers) else None, final)
+
+    def _forget(self) -> None:
+        """Drop the idle connections: their server is gone."""
+        with self._lock:  # or another thread takes one of none
+            self._idle.clear()
 
     def _ask(self, sent: Sequence[Tensor], layers: list[int]) -> tuple[Tensor, Tensor]:
         """Return captured and final states of rows, on a connection that is idle or new."""

@@ -63,7 +63,7 @@ class VllmStates:
     timeout_s: float
     target: TargetModel
     path: str  # of the target
-    layers: tuple[int, ...]  # blocks whose inputs are read
+    layers: tuple[int, ...]  # blocks whose inputs are read, or FINAL
     row_tokens: int  # of the longest document
     pinned: bool = False  # states lie in pinned memory
     dtype: str = ""  # of vLLM's states
@@ -98,7 +98,9 @@ class VllmStates:
         def fill(start: int, stop: int) -> None:
             with torch.no_grad():  # threads have modes of their own
                 found = self._states(flat[start:stop])[:, self.slots]
-                captured[start:stop], final[start:stop] = found[:, :-1], self._norm(found[:, -1].float())
+                final[start:stop] = self._norm(found[:, -1].float())
+                for place, layer in enumerate(layers):
+                    captured[start:stop, place] = final[start:stop] if layer == FINAL else found[:, place]
 
         offsets = [*range(0, len(flat) + 1, tokens.shape[1])] if starts is None else document_offsets(starts)
         list(self._pool.map(fill, offsets, offsets[1:]))
@@ -108,13 +110,12 @@ class VllmStates:
     @torch.no_grad()
     def _check(self) -> None:
         """Find the slots of the layers, by states of the target's own files."""
-        n_layer = self.target.n_layer
         tokens = torch.arange(1, 1 + min(PROBE_TOKENS, self.row_tokens)) * 997 % self.target.vocab_size
         own, found = _own_states(self.target, self.path, tokens), self._states(tokens)
         self.dtype, found = str(found.dtype).removeprefix("torch."), found.float()
         nearest, apart = [], 1.0
         if found.shape[-1] == own.shape[-1]:
-            distances = _apart(found[:, :, None], own[:, None])  # [S, n_layer + 1]
+            distances = _apart(found[:, :, None], own[:, None])  # [S, number of blocks + 1]
             distances[:, -1] = _apart(self._norm(found), own[:, -1:])
             nearest, apart = distances.argmin(dim=1).tolist(), distances.min(dim=1).values.max()
         if not apart <= MOST_APART:
@@ -122,12 +123,12 @@ class VllmStates:
                 f"the vLLM at {self.address} has another target than {self.path} (states differ by {apart:.0%}); give "
                 "its target=..., or the address of another vLLM"
             )
-        if missing := {*self.layers, n_layer} - {*nearest}:
+        if missing := {*self._ids} - {*nearest}:
             raise UserError(
                 f"the vLLM at {self.address} has the states {nearest}, but the drafter reads {sorted(missing)}, too; "
                 f"start it with {self._options()}"
             )
-        self.slots = [nearest.index(layer) for layer in (*self.layers, n_layer)]
+        self.slots = [nearest.index(number) for number in self._ids]
 
     def _states(self, tokens: Tensor) -> Tensor:
         """Return the states [n, S, D] of a document, in vLLM's dtype."""
@@ -170,7 +171,7 @@ class VllmStates:
                 answer = connection.getresponse()
                 status, text = answer.status, answer.read().decode(errors="replace")
         except HTTPException as error:
-            raise ConnectionError(errno.EPROTO, "it does not speak HTTP") from error
+            raise ConnectionError(errno.EPROTO, "its answer breaks off, or is no HTTP") from error
         if status >= 500:
             raise ConnectionError(status, f"{status} {text[:EXCERPT_CHARACTERS]}")
         if status != 200:
@@ -181,10 +182,14 @@ class VllmStates:
         except ValueError as error:
             raise UserError(f"data.address={self.address} answers {path} with no JSON; give that of a vLLM") from error
 
+    @property
+    def _ids(self) -> list[int]:
+        """The layers and the final state, as vLLM counts them: this one is the number of blocks."""
+        return [self.target.n_layer if layer == FINAL else layer for layer in (*self.layers, FINAL)]
+
     def _options(self) -> str:
         """Return the options of vLLM that the training needs."""
-        ids = [*self.layers, self.target.n_layer]
-        config = {"hf_config": {"eagle_aux_hidden_state_layer_ids": ids}}
+        config = {"hf_config": {"eagle_aux_hidden_state_layer_ids": sorted({*self._ids})}}
         method = {"method": "extract_hidden_states", "num_speculative_tokens": 1, "draft_model_config": config}
         connector = {"kv_connector": "ExampleHiddenStatesConnector", "kv_role": "kv_producer"}
         return f"--speculative-config '{json.dumps(method)}' --kv-transfer-config '{json.dumps(connector)}'"

@@ -25,6 +25,7 @@ from spectrain.decoding import Sampling, TargetModel, fingerprint
 from spectrain.errors import TooLittleText, UserError
 from spectrain.models.draft_states import DraftStates
 from spectrain.models.head import DrafterFacts
+from spectrain.models.packages import target_path
 from spectrain.stores.features import FeatureStore, newest_features, open_features
 from spectrain.stores.locations import CHECKPOINTS
 from spectrain.stores.packing import Packed
@@ -191,8 +192,8 @@ class Served(config_training.Served, Online):
 
     def _vllm(self, config: Mapping, target: TargetModel, layers: tuple[int, ...]) -> VllmStates:
         """A vLLM, which has the target."""
-        pinned, name = uses_gpu(config["trainer"]["accelerator"]), config["target"]["path"]
-        server = VllmStates(self.address, self.timeout_s, target, name, layers, self.row_tokens, pinned)
+        pinned, path = uses_gpu(config["trainer"]["accelerator"]), target_path(config["target"]["path"])
+        server = VllmStates(self.address, self.timeout_s, target, path, layers, self.row_tokens, pinned)
         warn_of_rounding(f"the vLLM at {self.address}", "target.dtype", server.dtype, config["target"]["dtype"])
         return server
 

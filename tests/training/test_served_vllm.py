@@ -18,9 +18,12 @@ from safetensors.torch import save_file
 
 from spectrain.decoding import TargetModel, load_target
 from spectrain.decoding.tables import open_tables
+from spectrain.decoding.target import FINAL
 from spectrain.errors import UserError
+from spectrain.stores.locations import BUNDLED, bundled_folder
 from spectrain.training import served
 from spectrain.training.served_vllm import VllmStates
+from spectrain.training.sources import Served
 from tests.conftest import tiny_model
 from tests.data_prep.conftest import caller, curve, training_options
 
@@ -123,21 +126,31 @@ def engine(target, tmp_path) -> StandIn:
 def test_states_are_the_targets_own(shared, target, engine, fault, has_blocks, caplog):
     opened = target if has_blocks else open_tables(shared / "target", "float32", "cpu")
     assert opened.has_blocks == has_blocks
+    layers, slots = (LAYERS, [1, 2, 0]) if has_blocks else ((2, FINAL), [1, 0, 0])  # FINAL: memories=final
     starts = torch.tensor([[0] * 5 + [5] * 11, [0] * 16, [0] * 15 + [15]])
     with serving(engine) as address:
-        server = VllmStates(address, 5, opened, str(shared / "target"), LAYERS, 16)
-        assert (server.slots, server.dtype) == ([1, 2, 0], "float32")
+        server = VllmStates(address, 5, opened, str(shared / "target"), layers, 16)
+        assert (server.slots, server.dtype) == (slots, "float32")
         engine.fault = fault
         for given, n_documents in ((None, 3), (starts, 5)):
             engine.asked.clear()
-            found = server.features(ROWS, given, LAYERS)
-            wanted = target.with_capture(LAYERS).features(ROWS, given)
+            found = server.features(ROWS, given, layers)
+            wanted = target.with_capture(layers).features(ROWS, given)
             for one, other in ((found.captured, wanted.captured), (found.final_hidden, wanted.final_hidden)):
                 assert one.dtype == torch.bfloat16
                 torch.testing.assert_close(one, other.detach().bfloat16(), rtol=2**-7, atol=1e-5)
             assert len(engine.asked) == n_documents
     assert not any(engine.folder.iterdir())
     assert any("answers again" in one.message for one in caplog.records) == (fault == "restarts") or fault
+
+
+def test_a_bundled_target_is_found_by_its_name(engine):
+    path = bundled_folder(BUNDLED)
+    engine.model, engine.layers = load_target(path, device="cpu", dtype="float32").model, (6, 7, 8)
+    config = {"trainer": {"accelerator": "cpu"}, "target": {"path": BUNDLED, "dtype": "float32"}}
+    with serving(engine) as address:
+        source = Served(address=address, timeout_s=5, row_tokens=16)
+        assert source._vllm(config, open_tables(path, "float32", "cpu"), (6, 7)).slots == [0, 1, 2]
 
 
 def test_losses_are_those_of_online_training(shared, target, engine, tmp_path, monkeypatch, capfd):
