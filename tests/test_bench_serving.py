@@ -123,10 +123,11 @@ def test_engines_count_alike_what_a_call_of_the_target_gave():
     same = load_script("same_drafter")
     assert same.by_call(6, [2, 0]) == [1, 3, 1, 1]  # nothing was drafted for the last call
     assert same.by_call(6, [3, 1]) == [1, 4, 1]  # the text ended among the tokens of the last one
-    tokens = [5, 6, 7, 8, 9, 4]
+    assert same.joined([[5], [6, 7, 8]]) == ([5, 6, 7, 8], [1, 3])
+    ends = {"1311": 4, "114": 3, "111111": 4}
     answers = {
-        calls: {str(n): [(2.0, [(tokens, [int(c) for c in calls])])] for n in (1, 4)}
-        for calls in ("1311", "114", "111111")
+        calls: {str(n): [(2.0, [([5, 6, 7, 8, 9, end], [int(c) for c in calls])])] * 2 for n in (1, 4)}
+        for calls, end in ends.items()
     }
     found = {
         name: same.Measured(answers[calls], 3)
@@ -144,9 +145,10 @@ def test_engines_count_alike_what_a_call_of_the_target_gave():
         "1.667",
         "1.667",
         "1.000",
-        "1 1 0 of 3",
+        "2 2 0 of 6",
         "3.0 (1.00)",
         "3.0 (1.00)",
-        "2 of 2",
+        "4 of 4",
     ]
-    assert theirs[2:6] == ["2.500", "2.500", "1.500", "1 1 1 of 2"]
+    assert theirs[2:6] == ["2.500", "2.500", "1.500", "2 2 2 of 4"]
+    assert theirs[-1] == "0 of 4"

@@ -59,7 +59,7 @@ READ_BY_EXACT = ("CPU_ATTN", "FLASH_ATTN")  # backends whose caches hold each bl
 
 
 def refuse(sentence: str) -> None:
-    """Log a sentence where the user looks for it, below a long traceback, and raise ValueError."""
+    """Log a sentence under a name by which it is found above the tracebacks of three processes; raise ValueError."""
     logger.error("SPIRe drafter refused: %s", sentence)
     raise ValueError(sentence)
 

@@ -11,16 +11,19 @@ in our own loop. vLLM's target verifies them.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
-from spectrain.errors import check_whole
+from spectrain.errors import UserError, check_whole
 from spectrain.exports.vllm_versions import warn_if_samples_are_wrong
 from spectrain.methods.lookup import RowState
 from spectrain.serving.lookups import KEY, ExportedLookup, folder_of, likeliest_branch
+
+log = logging.getLogger("vllm.spectrain")  # below vLLM's own, so that it is shown
 
 KEPT_CALLS = 8  # calls for which a request outside the batch is kept: it may have been preempted
 KEY_TOKENS = 8  # last tokens by which a moved request is looked up, before its whole text is compared
@@ -49,8 +52,12 @@ class LookupProposer:
         self.draft_tokens = vllm_config.speculative_config.num_speculative_tokens
         check_whole("num_speculative_tokens", self.draft_tokens, 1)
         self.max_model_len = model.max_model_len
-        folder = folder_of(more.get(KEY) if isinstance(more, dict) else None)
-        self.lookup = ExportedLookup(folder, model.get_vocab_size(), model.tokenizer)
+        try:
+            folder = folder_of(more.get(KEY) if isinstance(more, dict) else None)
+            self.lookup = ExportedLookup(folder, model.get_vocab_size(), model.tokenizer)
+        except UserError as error:
+            log.error("lookup drafter refused: %s", error)  # vLLM's own error speaks of the constructor
+            raise
         self._requests: list[Request] = []
         self._calls = 0
         warn_if_samples_are_wrong()

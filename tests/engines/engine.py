@@ -56,8 +56,8 @@ class Place:
     def popen(self, *command: str, environment: dict[str, str], **pipes) -> subprocess.Popen:
         variables = {**os.environ, **QUIET, "TMPDIR": str(self.log.parent), **self.environment, **environment}
         with self.log.open("w") as log:
-            options = {"env": variables, "cwd": self.log.parent, "stderr": log, "text": True, **pipes}
-            return subprocess.Popen([self.python, *command], start_new_session=True, **options)
+            options = {"env": variables, "cwd": self.log.parent, "stdout": log, "stderr": log, "text": True}
+            return subprocess.Popen([self.python, *command], start_new_session=True, **options | pipes)
 
     def said(self) -> str:
         """All that the engine has printed."""

@@ -116,27 +116,30 @@ def test_a_preempted_request_is_not_read_again(steps, monkeypatch):
     assert read == [[*text, 9, 7]]
 
 
-def refused(target, folder: Path | None, monkeypatch, tokenizer: str | None = None) -> str:
+def refused(target, folder: Path | None, monkeypatch, caplog, tokenizer: str | None = None) -> str:
+    """The sentence in the engine's log, and in its error."""
+    caplog.clear()
     monkeypatch.delenv("SPECTRAIN_LOOKUP", raising=False)
     if folder is not None:
         monkeypatch.setenv("SPECTRAIN_LOOKUP", str(folder))
     with pytest.raises(UserError) as error:
         proposer(target, tokenizer)
+    assert caplog.messages == [f"lookup drafter refused: {error.value}"]
     return str(error.value)
 
 
-def test_what_cannot_be_served_is_said_at_the_start(target, tmp_path, monkeypatch):
+def test_what_cannot_be_served_is_said_at_the_start(target, tmp_path, monkeypatch, caplog):
     folder = export_lookup(tmp_path / "rest", target, "rest")
-    assert "no lookup method is named; give its folder" in refused(target, None, monkeypatch)
-    assert "does not exist" in refused(target, tmp_path / "nowhere", monkeypatch)
+    assert "no lookup method is named; give its folder" in refused(target, None, monkeypatch, caplog)
+    assert "does not exist" in refused(target, tmp_path / "nowhere", monkeypatch, caplog)
     smaller = TargetModel(tiny_model("llama", vocab_size=50))
-    assert "the served model has a vocabulary of 50" in refused(smaller, folder, monkeypatch)
+    assert "the served model has a vocabulary of 50" in refused(smaller, folder, monkeypatch, caplog)
     tiny_tokenizer("b").save_pretrained(tmp_path / "other")
-    said = refused(target, folder, monkeypatch, tokenizer=str(tmp_path / "other"))
+    said = refused(target, folder, monkeypatch, caplog, tokenizer=str(tmp_path / "other"))
     assert "was exported for the tokenizer" in said
     file = next((folder / "datastore").glob("suffixes*"))
     file.write_bytes(file.read_bytes()[:100])
-    assert "suffixes-00000.npy is damaged" in refused(target, folder, monkeypatch)
+    assert "suffixes-00000.npy is damaged" in refused(target, folder, monkeypatch, caplog)
 
 
 def test_the_folder_may_stand_in_the_engines_own_config(target, tmp_path, monkeypatch):
