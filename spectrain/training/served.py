@@ -190,8 +190,8 @@ class HiddenStates:
         return Features(captured if len(layers) else None, final)
 
     def _forget(self) -> None:
-        """Drop the idle connections: their server is gone."""
-        with self._lock:  # or another thread takes one of none
+        """Drop the idle connections, because their server is gone."""
+        with self._lock:  # another thread may be about to take one
             self._idle.clear()
 
     def _ask(self, sent: Sequence[Tensor], layers: list[int]) -> tuple[Tensor, Tensor]:
