@@ -28,6 +28,7 @@ from collections.abc import Iterable
 
 import torch
 import torch.nn.functional as F
+from safetensors import SafetensorError
 from torch import Tensor, nn
 from vllm.config import VllmConfig
 from vllm.distributed import get_tensor_model_parallel_rank, tensor_model_parallel_all_reduce
@@ -354,13 +355,19 @@ class SpireLlamaEagle3(Eagle3LlamaForCausalLM):
         return torch.cat([parts[layer] for layer in self.read], -1)
 
     def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> set[str]:
-        """Load the tensors of an export. Returns the names of what has its value; vLLM refuses to start without all."""
+        """Load the tensors of an export. Returns the names of what has its value."""
         parameters, loaded = dict(self.named_parameters()), {"model.embed_tokens.weight", "kept_head.weight"}
-        for name, tensor in weights:
-            for own, part, *shard in self.parts_of(name, tensor):
-                load = getattr(parameters[own], "weight_loader", default_weight_loader)
-                load(parameters[own], part, *shard)
-                loaded.add(own)
+        anew = "copy the drafter's folder again, or write it anew with python -m spectrain.export drafter=..."
+        try:
+            for name, tensor in weights:
+                for own, part, *shard in self.parts_of(name, tensor):
+                    load = getattr(parameters[own], "weight_loader", default_weight_loader)
+                    load(parameters[own], part, *shard)
+                    loaded.add(own)
+        except SafetensorError as error:
+            refuse(f"a file of the drafter is damaged ({error}); {anew}")
+        if missing := sorted(parameters.keys() - loaded):
+            refuse(f"the drafter's files lack {', '.join(missing)}; {anew}")
         return loaded
 
     def parts_of(self, name: str, tensor: Tensor) -> list[tuple]:

@@ -51,7 +51,11 @@ def target_of(name: str) -> TargetModel:
     family = "llama" if name == "biased" else name
     # Four times as wide as other tests' models: with their weights, rounding alone would change drafts.
     sizes = {"hidden_size": 128, "initializer_range": 0.15, "num_key_value_heads": 2}
-    return TargetModel(tiny_model(family, **sizes, **TARGETS[name]), tiny_tokenizer())
+    model = tiny_model(family, **sizes, **TARGETS[name])
+    for weight in model.parameters():
+        if weight.dim() == 1:  # norms of 1 and biases of 0 would hide which is which
+            weight.add_(torch.randn_like(weight), alpha=0.3)
+    return TargetModel(model, tiny_tokenizer())
 
 
 @pytest.fixture(scope="module")
@@ -170,5 +174,11 @@ def test_what_does_not_fit_is_refused_in_a_sentence_before_the_engine_serves(eng
     (drafter / "config.json").write_text(config.replace('"version": 1', '"version": 2'))
     assert "has format 2, but this spectrain reads 1; write it anew" in refused(engine, folders("llama"), drafter)
     (drafter / "config.json").write_text(config)
+    (drafter / "target.safetensors").rename(tmp_path / "kept")
+    lacks = "files lack model.target_norm.weight, model.target_rows; copy the drafter's folder again"
+    assert lacks in refused(engine, folders("llama"), drafter)
+    (drafter / "target.safetensors").write_bytes((tmp_path / "kept").read_bytes()[:-9])
+    assert "a file of the drafter is damaged (" in refused(engine, folders("llama"), drafter)
+    (tmp_path / "kept").rename(drafter / "target.safetensors")
     engine.load(folders("llama"), speculative(drafter, GAMMA + 1))
     assert f"num_speculative_tokens={GAMMA + 1} is more than the {GAMMA} tokens" in engine.said()
