@@ -149,6 +149,8 @@ def main() -> None:
     parser.add_argument("--runs", type=Path, default="runs/same-drafter", help="folder of what was measured already")
     parser.add_argument("--worker", help=argparse.SUPPRESS)
     args = parser.parse_args()
+    if any(given and len(given) not in (2, 3) for given in (args.openvino, args.llamacpp)):
+        parser.error("--openvino and --llamacpp take a Python and one or two models")
     if args.worker:
         return work(*json.loads(args.worker))
     # The Python of another engine has nothing of what follows.

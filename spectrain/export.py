@@ -86,7 +86,8 @@ def of_run(options: Export) -> tuple[Path, Callable[..., None]]:
 def of_drafter(options: Export) -> tuple[Path, Callable[..., None]]:
     """Return where an exported SPIRe drafter is written anew, and what fills that folder."""
     drafter = Path(options.drafter)
-    for name, value in {"datastore": options.datastore, "export_dtype": options.export_dtype}.items():
+    last = None if options.weights == "best" else options.weights
+    for name, value in {"datastore": options.datastore, "export_dtype": options.export_dtype, "weights": last}.items():
         if value is not None:
             raise UserError(f"{name}={value} is nothing that drafter= takes; remove it")
     out = Path(options.out) if options.out else EXPORTED / drafter.name

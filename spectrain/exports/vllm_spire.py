@@ -19,7 +19,8 @@ reads a text, shifted by one:
 Attention is `stock`, vLLM's own with a sliding window, or `exact`, as the drafter was trained. They differ in a token's
 own key and in the sink tokens, which vLLM's attention lacks, and agree for a drafter that was trained without them.
 `exact` gathers the few keys of a window by itself. So it needs no log-sum-exp, which not every backend returns, to add
-the own key and the sinks to a window's result. Neither waits for the host, as CUDA graphs demand.
+the own key and the sinks to a window's result. Neither waits for the host, as CUDA graphs demand, but
+no graph was recorded yet. `exact` gives zeros in a run without metadata, so serve it with --enforce-eager.
 """
 
 from __future__ import annotations

@@ -73,14 +73,15 @@ def trained_card(
     )
 
 
-def vllm_use(folder: str, target: str, n_tokens: int, why_not: str | None) -> str:
+def vllm_use(folder: str, target: str, n_tokens: int, attention: str | None, why_not: str | None) -> str:
     """How vLLM serves an exported SPIRe drafter with drafts of n tokens, or why it cannot."""
     if why_not is not None:
         return f"No other engine runs this drafter: {why_not}."
+    eager = " --enforce-eager" * (attention == "exact")  # never recorded as a CUDA graph
     speculative = _json_argument(method="eagle3", model=f"{folder}/vllm", num_speculative_tokens=n_tokens)
     return (
         "In vLLM 0.32, with spectrain in its environment (docs/export.md says how):\n\n"
-        f"```bash\nvllm serve {shlex.quote(target)} --speculative-config {speculative}\n```"
+        f"```bash\nvllm serve {shlex.quote(target)}{eager} --speculative-config {speculative}\n```"
     )
 
 

@@ -150,7 +150,7 @@ def write_for_vllm(folder: Path, out: Path, target: TargetModel, attention: str 
         of_target = engine_path(artifact.target), artifact.target_fingerprint
         write_vllm_folder(folder, config, target, *of_target, attention or "stock")
     n_tokens = artifact.trained.get("fastest_gamma") or config.k
-    return vllm_use(named(out), engine_path(artifact.target), n_tokens, why)
+    return vllm_use(named(out), engine_path(artifact.target), n_tokens, attention, why)
 
 
 def write_decode(folder: Path) -> None:
