@@ -181,8 +181,8 @@ def test_what_cannot_be_exported_is_said_and_nothing_is_written(trained, tmp_pat
     for inside in (run, run / "new", tmp_path / "x" / ".." / "run" / "deep" / "er"):
         assert "lies inside the run" in refused(run, inside)
     assert "weights=worst must be one of best, last" in refused(run, tmp_path / "out", "weights=worst")
-    assert "give either run=" in said(typed)
-    assert "give either run=" in refused(run, tmp_path / "out", "method=pld")
+    assert "give one of run=" in said(typed)
+    assert "give one of run=" in refused(run, tmp_path / "out", "method=pld")
 
     begun = (run / "source.json").read_text()
     (run / "source.json").write_text(json.dumps({"target": "0" * 16}))
