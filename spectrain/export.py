@@ -96,8 +96,8 @@ def of_drafter(options: Export) -> tuple[Path, Callable[..., None]]:
     refuse_existing(out)
     path = options.target.path or read_manifest(drafter).target
     target = open_target(Target(path, dtype="float32"), "cpu", has_blocks=False)
-    load_spire(drafter, target)  # what is no such drafter is refused before a folder is begun
-    return out, partial(write_again, drafter=drafter, target=target, attention=options.attention)
+    config = load_spire(drafter, target).config  # what is no such drafter is refused before a folder is begun
+    return out, partial(write_again, drafter=drafter, config=config, target=target, attention=options.attention)
 
 
 def of_lookup(options: Export) -> tuple[Path, Callable[..., None]]:

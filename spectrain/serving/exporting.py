@@ -29,7 +29,6 @@ from spectrain.models.artifacts import (
     DATASTORE,
     Artifact,
     LookupFacts,
-    load_spire,
     read_manifest,
     trained_artifact,
     write_manifest,
@@ -127,10 +126,12 @@ def let_others_read(folder: Path) -> None:
         shutil.copymode(folder / "config.json", file)
 
 
-def write_again(folder: Path, out: Path, drafter: Path, target: TargetModel, attention: str | None) -> None:
+def write_again(
+    folder: Path, out: Path, drafter: Path, config: SpireConfig, target: TargetModel, attention: str | None
+) -> None:
     """Fill a folder that will appear as `out` with an exported SPIRe drafter as it is exported today."""
     shutil.copytree(drafter, folder, dirs_exist_ok=True, ignore=lambda _, names: {FOLDER} & {*names})
-    write_json(folder / "config.json", load_spire(drafter, target).config)
+    write_json(folder / "config.json", config)
     engine = write_for_vllm(folder, out, target, attention)
     if (folder / CARD).is_file():
         card = (folder / CARD).read_text(encoding="utf-8").replace(NO_ENGINE, engine)
