@@ -265,7 +265,7 @@ def compare(
 
 @dataclass(frozen=True)
 class Measured:
-    """What a setting answered: for each batch size, and each batch, seconds and texts."""
+    """The answers of a setting: seconds and texts of each batch, by batch size."""
 
     answers: dict[str, list[tuple[float, list[Text]]]]
     n_draft: int

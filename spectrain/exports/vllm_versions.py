@@ -1,4 +1,4 @@
-"""What exports and the code inside vLLM agree on, which vLLM they were tried in, and what is wrong in some builds.
+"""Names that exports and the code inside vLLM share, the versions of vLLM that were tried, and a check of its sampling.
 
 It imports nothing of vLLM itself, so anything of ours may import it.
 """

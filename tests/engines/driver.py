@@ -99,7 +99,7 @@ class Driver:
         runner.drafter = create_custom_proposer(runner.vllm_config)
 
     def proposed(self) -> list[dict]:
-        """What the recording proposer has answered, and forget it."""
+        """Return the calls that the recording proposer kept, and forget them."""
         calls = sys.modules["recording"].CALLS
         found, calls[:] = list(calls), []
         return found

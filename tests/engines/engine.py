@@ -25,7 +25,7 @@ PATIENCE_S = 600
 
 
 class EngineError(Exception):
-    """What the engine raised, or that its process ended."""
+    """The engine raised an error, or its process ended."""
 
 
 @dataclass(frozen=True)
@@ -41,7 +41,7 @@ class Served:
 
 @dataclass(frozen=True)
 class Place:
-    """What a process of the engine needs.
+    """The place and the variables of a process of the engine.
 
     Attributes:
         python: of the environment.

@@ -106,7 +106,7 @@ class Recording(Spire):
 
 
 def own_drafts(target: TargetModel, drafter: SpireDrafter, prompt: list[int]) -> tuple[list[int], list[list[int]]]:
-    """What our loop generates with a drafter, and its drafts."""
+    """Return the tokens that our loop generates with a drafter, and its drafts."""
     method = Recording(drafter, GAMMA, draft_dtype="float32")
     method.drafts = []
     (found,) = generate(target, method, [prompt], NEW)
