@@ -28,13 +28,14 @@ from data_prep.progress import show_facts, speed
 from spectrain.cli import interruptible, open_target
 from spectrain.config import plain
 from spectrain.config.commands import Acceptance
-from spectrain.decoding import Sampling, TargetModel, fingerprint
+from spectrain.decoding import Sampling
 from spectrain.errors import UserError
 from spectrain.methods.folders import find_artifact, given_artifacts
 from spectrain.methods.specdecpp import OpenDrafter, open_drafter
 from spectrain.stores.folder import digest
 from spectrain.stores.locations import CHECKPOINTS
 from spectrain.stores.rows import AcceptanceManifest, newest_responses, open_acceptance, open_responses
+from spectrain.target import TargetModel, fingerprint
 from spectrain.terminal import say_next
 
 log = logging.getLogger(__name__)

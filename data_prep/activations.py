@@ -30,12 +30,12 @@ from data_prep.states_server import StatesServer, listen_at
 from spectrain.cli import interruptible, open_target
 from spectrain.config import plain
 from spectrain.config.commands import Activations
-from spectrain.decoding import TargetModel
+from spectrain.data.packing import Packed
+from spectrain.data.row_cache import corpus_rows
 from spectrain.errors import AllRanksError, UserError
 from spectrain.models.pruned_init import last_layers
 from spectrain.stores.features import ACTIVATIONS
-from spectrain.stores.packing import Packed
-from spectrain.stores.row_cache import corpus_rows
+from spectrain.target import TargetModel
 from spectrain.terminal import say_next
 from spectrain.training.served import key
 from spectrain.training.strategies import fast_precision

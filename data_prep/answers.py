@@ -23,15 +23,16 @@ from rich.markup import escape
 
 from data_prep.pipeline import Build, Parts
 from data_prep.progress import Advance, show_facts
-from spectrain.decoding import Sampling, TargetModel
+from spectrain.data.prompts import Question, question_ids, read_prompts
+from spectrain.data.texts import STDLIB_HELD_OUT, is_held_out, read_documents, turn_id, unit_hash
+from spectrain.decoding import Sampling
 from spectrain.decoding.engine import check_prompt
 from spectrain.decoding.loop import Emitted
 from spectrain.errors import UserError
 from spectrain.stores.files import end_last_line, json_line, read_lines
 from spectrain.stores.folder import digest
-from spectrain.stores.prompts import Question, question_ids, read_prompts
 from spectrain.stores.rows import ResponseManifest, write_responses
-from spectrain.stores.texts import STDLIB_HELD_OUT, is_held_out, read_documents, turn_id, unit_hash
+from spectrain.target import TargetModel
 
 log = logging.getLogger(__name__)
 

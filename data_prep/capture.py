@@ -22,14 +22,14 @@ from torch import Tensor
 
 from data_prep.pipeline import Build, Parts, check_disk
 from data_prep.progress import Advance
-from spectrain.decoding import fingerprint, tokenizer_fingerprint
-from spectrain.decoding.memory import is_out_of_memory
-from spectrain.decoding.target import TargetModel
+from spectrain.data.packing import Packed, PackedRows
 from spectrain.errors import UserError
 from spectrain.stores.features import FeatureManifest, quantise, shard_name, token_bytes, write_shard
 from spectrain.stores.files import free_bytes
 from spectrain.stores.folder import write_manifest
-from spectrain.stores.packing import Packed, PackedRows
+from spectrain.target import fingerprint, tokenizer_fingerprint
+from spectrain.target.memory import is_out_of_memory
+from spectrain.target.target import TargetModel
 
 log = logging.getLogger(__name__)
 

@@ -24,14 +24,16 @@ from pathlib import Path
 from rich.filesize import decimal
 
 from data_prep.documents import DocumentParts
+from data_prep.openai_client import found_server
 from data_prep.pipeline import Build, decided, hashed_config, launch, rank_device, store_path
 from data_prep.progress import show_facts
 from data_prep.select import Scoring, Selection, read_scores
-from data_prep.server import found_server
 from spectrain.cli import interruptible, open_target
 from spectrain.config import plain
 from spectrain.config.commands import Corpus, Datastore
-from spectrain.decoding import TargetModel, fingerprint, generate, tokenizer_fingerprint
+from spectrain.data.prompts import question_ids, read_prompts
+from spectrain.data.texts import responses_of
+from spectrain.decoding import generate
 from spectrain.decoding.engine import check_prompt
 from spectrain.errors import UserError
 from spectrain.methods.pld import PromptLookup
@@ -39,8 +41,7 @@ from spectrain.methods.sssd import Sssd, SssdOptions
 from spectrain.retrieval.calibration import calibrate, write_calibration
 from spectrain.retrieval.datastore import DATASTORES, Manifest, open_datastore
 from spectrain.stores.folder import MANIFEST
-from spectrain.stores.prompts import question_ids, read_prompts
-from spectrain.stores.texts import responses_of
+from spectrain.target import TargetModel, fingerprint, tokenizer_fingerprint
 from spectrain.terminal import PROMPTS, say_next, stage
 
 log = logging.getLogger(__name__)

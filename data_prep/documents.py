@@ -24,21 +24,21 @@ import numpy as np
 import pyarrow
 from pyarrow import parquet
 
+from data_prep.openai_client import CompletionServer
 from data_prep.pipeline import Build, Parts
 from data_prep.progress import Advance, token_progress
 from data_prep.select import Scoring, Selection, perplexities, quantiles, rounded, select
-from data_prep.server import CompletionServer
 from spectrain.config.commands import Datastore
-from spectrain.decoding.target import TargetModel
+from spectrain.data.chats import Tally
+from spectrain.data.packing import Tokeniser
+from spectrain.data.row_cache import forbidden_runs
+from spectrain.data.texts import CORPUS_ADVICE, Document, corpus_documents
 from spectrain.errors import UserError
 from spectrain.retrieval.datastore import Manifest, write_manifest, write_shard
 from spectrain.retrieval.suffix_array import MAX_SHARD_TOKENS
-from spectrain.stores.chats import Tally
 from spectrain.stores.files import json_line, read_json, write_json, write_whole
-from spectrain.stores.packing import Tokeniser
-from spectrain.stores.row_cache import forbidden_runs
 from spectrain.stores.rows import list_lengths
-from spectrain.stores.texts import CORPUS_ADVICE, Document, corpus_documents
+from spectrain.target.target import TargetModel
 
 log = logging.getLogger(__name__)
 

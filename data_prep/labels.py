@@ -24,14 +24,14 @@ from torch import Tensor
 
 from data_prep.pipeline import Build, Parts
 from data_prep.progress import Advance
-from spectrain.decoding.masks import length_buckets
 from spectrain.decoding.sampling import Sampling, row_generator
-from spectrain.decoding.target import TargetModel
 from spectrain.errors import UserError
 from spectrain.models.draft_states import DraftStates
 from spectrain.models.labels import label_texts, mix_tokens
 from spectrain.stores.folder import digest
 from spectrain.stores.rows import AcceptanceManifest, label_columns, list_lengths, save_rows
+from spectrain.target.masks import length_buckets
+from spectrain.target.target import TargetModel
 
 log = logging.getLogger(__name__)
 

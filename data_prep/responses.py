@@ -22,18 +22,19 @@ from functools import partial
 from pathlib import Path
 
 from data_prep.answers import Answering, PromptParts, answer_in_loop, read_questions
+from data_prep.openai_client import found_server
 from data_prep.pipeline import Build, hashed_config, launch, rank_device, store_path
 from data_prep.progress import show_facts, speed
-from data_prep.server import found_server
 from spectrain.cli import interruptible, open_target
 from spectrain.config import plain
 from spectrain.config.commands import Responses
-from spectrain.decoding import Sampling, fingerprint, stream, tokenizer_fingerprint
+from spectrain.data.overlap import found_in, question_runs
+from spectrain.data.prompts import Question, read_prompts
+from spectrain.decoding import Sampling, stream
 from spectrain.errors import UserError
 from spectrain.methods.registry import build_configured
-from spectrain.stores.overlap import found_in, question_runs
-from spectrain.stores.prompts import Question, read_prompts
 from spectrain.stores.rows import ResponseManifest, open_responses
+from spectrain.target import fingerprint, tokenizer_fingerprint
 from spectrain.terminal import say_next
 
 log = logging.getLogger(__name__)

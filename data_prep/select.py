@@ -21,13 +21,13 @@ import torch
 from pyarrow import json, parquet
 from torch import Tensor
 
+from data_prep.openai_client import CompletionServer
 from data_prep.progress import Advance
-from data_prep.server import CompletionServer
-from spectrain.decoding.loading import first_line
-from spectrain.decoding.masks import length_buckets
-from spectrain.decoding.target import TargetModel
+from spectrain.data.texts import unit_hash
 from spectrain.errors import UserError
-from spectrain.stores.texts import unit_hash
+from spectrain.target.loading import first_line
+from spectrain.target.masks import length_buckets
+from spectrain.target.target import TargetModel
 
 ROUNDING = 1e-6  # below the least perplexity or nll
 LOGITS_BYTES = 2**29  # of a batch, as float32, unless a single row has more

@@ -27,12 +27,12 @@ from pydantic import BaseModel, NonNegativeInt, PositiveInt
 from torch import Tensor
 
 from data_prep.capture import autocast
-from spectrain.decoding import fingerprint
-from spectrain.decoding.loading import first_line
-from spectrain.decoding.memory import is_out_of_memory
-from spectrain.decoding.target import TargetModel
 from spectrain.errors import UserError
 from spectrain.stores.environment import free_files
+from spectrain.target import fingerprint
+from spectrain.target.loading import first_line
+from spectrain.target.memory import is_out_of_memory
+from spectrain.target.target import TargetModel
 from spectrain.training.served import HEADER_BYTES, VERSION, address_of, opened, read_values, send_object, send_values
 
 log = logging.getLogger(__name__)

@@ -156,13 +156,13 @@ def main() -> None:
     # The Python of another engine has nothing of what follows.
     from transformers import GenerationConfig
 
-    from spectrain.decoding.loading import read_tokenizer
+    from spectrain.data.prompts import question_ids
     from spectrain.measure.questions import read_questions
     from spectrain.measure.tables import show, table_of
     from spectrain.models.packages import target_path
     from spectrain.stores.environment import cpu_name, date_now
     from spectrain.stores.files import write_json
-    from spectrain.stores.prompts import question_ids
+    from spectrain.target.loading import read_tokenizer
 
     folder = target_path(args.target)
     tokenizer, eos = read_tokenizer(folder), GenerationConfig.from_pretrained(folder).eos_token_id

@@ -29,8 +29,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # a checkout need not be installed
 
-from spectrain.decoding import Drafter, DraftTree, KVCache, TargetModel, generate, load_target
-from spectrain.decoding.lean import shape_of
+from spectrain.decoding import Drafter, generate
 from spectrain.measure.baselines import generate_with_transformers, own_model
 from spectrain.measure.statistics import median
 from spectrain.methods.autoregressive import Autoregressive
@@ -40,6 +39,8 @@ from spectrain.models.packages import target_path
 from spectrain.models.spire import SpireConfig, SpireDrafter
 from spectrain.stores.environment import device_facts, provenance
 from spectrain.stores.files import write_json
+from spectrain.target import DraftTree, KVCache, TargetModel, load_target
+from spectrain.target.lean import shape_of
 
 WARM_UPS = 2  # turns
 REPEATS = 8  # of what takes milliseconds, per turn

@@ -19,12 +19,12 @@ import torch
 import torch.distributed as dist
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from spectrain.decoding.loading import load_target
-from spectrain.decoding.sharded import TensorGroup, tensor_group
 from spectrain.models.packages import target_path
 from spectrain.stores.environment import environment
 from spectrain.stores.files import write_json
 from spectrain.stores.locations import bundled_folder
+from spectrain.target.loading import load_target
+from spectrain.target.sharded import TensorGroup, tensor_group
 
 SHAPE = {"hidden_size": 2048, "intermediate_size": 8192, "num_hidden_layers": 16, "vocab_size": 128_256}
 HEADS = {"num_attention_heads": 32, "num_key_value_heads": 8, "head_dim": 64, "tie_word_embeddings": True}

@@ -56,20 +56,21 @@ from spectrain.cli import composed, open_target
 from spectrain.config import options_of, plain
 from spectrain.config.commands import Corpus
 from spectrain.config.training import Optimizer
-from spectrain.decoding import TargetModel, load_target
-from spectrain.decoding.lean import shape_of
-from spectrain.decoding.target import Features
-from spectrain.measure.settled import plan_for, settled
+from spectrain.data import row_cache
+from spectrain.data.chat_tokens import ChatRenderer
+from spectrain.data.row_cache import corpus_rows
+from spectrain.data.texts import read_documents
 from spectrain.measure.statistics import median
 from spectrain.models.pruned_init import last_layers, new_drafter
 from spectrain.models.rollout import rollout
 from spectrain.models.spire import SpireConfig, SpireDrafter
-from spectrain.stores import row_cache
-from spectrain.stores.chat_tokens import ChatRenderer
+from spectrain.planning.defaults import plan_for, settled
 from spectrain.stores.locations import bundled_folder
-from spectrain.stores.row_cache import corpus_rows
-from spectrain.stores.texts import read_documents
+from spectrain.target import TargetModel, load_target
+from spectrain.target.lean import shape_of
+from spectrain.target.target import Features
 from spectrain.training import spire
+from spectrain.training.base import experiment_type, open_experiment
 from spectrain.training.data import RowBatch, SeededLoader
 from spectrain.training.losses import LossSettings, Teacher, drafter_loss
 from spectrain.training.optim import build_optimizer
@@ -228,7 +229,7 @@ def planned_and_measured(overrides: Sequence[str]) -> tuple[float, ...]:
     config = settled(options)
     plan, _ = plan_for(config)
     run = RunFolder(Path(), config, "measured")
-    module = run.experiment(partial(open_target, run.target, "cpu")).blank()
+    module = open_experiment(run, partial(open_target, run.target, "cpu")).blank()
     optimizer = build_optimizer(module.named_parameters(), Optimizer(**config["optimizer"] | {"lr": 1e-9}))
     if config["trainer"]["activation_checkpointing"]:
         module.recompute_activations()
@@ -349,8 +350,8 @@ def timed_steps(overrides: Sequence[str]) -> tuple[float, float, int]:
     """
     config = settled(plain(options_of("train", composed("train", *overrides))))
     run = RunFolder(Path(), config, "measured")
-    has_blocks = run.experiment_type.needs_blocks(config)
-    parts = run.experiment(partial(open_target, run.target, "cpu", has_blocks)).prepare()
+    has_blocks = experiment_type(config).needs_blocks(config)
+    parts = open_experiment(run, partial(open_target, run.target, "cpu", has_blocks)).prepare()
     module, rows, clocks, starts = parts.module, parts.data.train, (time.perf_counter, time.process_time), []
     module.begin(rows)
     optimizer = build_optimizer(module.named_parameters(), Optimizer(**config["optimizer"] | {"lr": 1e-9}))

@@ -53,9 +53,10 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # a checkout need 
 
 from spectrain.cli import quiet_libraries
 from spectrain.config import TYPED_COMMAND
-from spectrain.decoding import Drafter, Generation, TargetModel, generate, load_target, stream
-from spectrain.decoding.lean import shape_of
-from spectrain.decoding.loading import first_line
+from spectrain.data.prompts import question_ids
+from spectrain.decoding import Drafter, Generation, generate, stream
+from spectrain.drafting.draft_chain import lengths_of
+from spectrain.drafting.step_costs import FILE, SCHEMA, Kept, _AnyTrees
 from spectrain.errors import UserError
 from spectrain.kernels import Graphs
 from spectrain.measure.baselines import build_baseline
@@ -65,17 +66,17 @@ from spectrain.measure.report import logged_values, read_curve
 from spectrain.measure.results import summarise
 from spectrain.methods.auto import Auto
 from spectrain.methods.autoregressive import Autoregressive
-from spectrain.methods.draft_chain import lengths_of
 from spectrain.methods.folders import find_artifact
 from spectrain.methods.registry import BASELINE, build_method, method_config, method_names, with_papers_nodes
-from spectrain.methods.seconds import FILE, SCHEMA, Kept, _AnyTrees
 from spectrain.methods.spire import Spire
 from spectrain.models.spire import SpireConfig, SpireDrafter
 from spectrain.models.vanilla import new_vanilla
 from spectrain.stores.environment import provenance
 from spectrain.stores.files import RowFile, load_json, write_json
 from spectrain.stores.locations import BUNDLED, bundled_folder
-from spectrain.stores.prompts import question_ids
+from spectrain.target import TargetModel, load_target
+from spectrain.target.lean import shape_of
+from spectrain.target.loading import first_line
 from tests.methods.every import Artifacts
 
 ROOT = Path(__file__).resolve().parents[1]

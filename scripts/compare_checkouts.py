@@ -82,8 +82,8 @@ def parsed() -> argparse.Namespace:
 def questions(file: Path, limit: int) -> list[str]:
     """Return the first turns of a prompt file's questions, as this checkout reads them."""
     sys.path.insert(0, str(HERE))
+    from spectrain.data.prompts import read_prompts
     from spectrain.errors import UserError
-    from spectrain.stores.prompts import read_prompts
 
     try:
         return [question.turns[0] for question in read_prompts(file, limit)]

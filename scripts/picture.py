@@ -27,10 +27,11 @@ from spectrain import load_method, load_target
 from spectrain.chat import Conversation
 from spectrain.cli import composed
 from spectrain.config import options_of
-from spectrain.decoding import Drafter, Sampling, Source, TargetModel, stream
+from spectrain.decoding import Drafter, Sampling, stream
 from spectrain.decoding.generation import Generation
 from spectrain.decoding.text import Pieces, Reply, prompt_ids
 from spectrain.methods.registry import build_configured
+from spectrain.target import Source, TargetModel
 
 PROMPT = "What is the difference between weather and climate? Give three examples of each."
 COLUMNS, LINES = 62, 30  # characters of a pane

@@ -13,9 +13,9 @@ import json
 from pathlib import Path
 
 from spectrain import load_method, load_target
+from spectrain.data.chat_tokens import ChatRenderer, ChatTokens
+from spectrain.data.texts import is_held_out, read_documents
 from spectrain.decoding import generate
-from spectrain.stores.chat_tokens import ChatRenderer, ChatTokens
-from spectrain.stores.texts import is_held_out, read_documents
 
 HELD_OUT_SHARE = 0.05  # as trainings have it
 

@@ -75,7 +75,7 @@ def vllm(one: Setting) -> Write:
     os.environ["SPECTRAIN_LOOKUP"] = one.folder or ""
     methods = {
         "ngram": {"method": "ngram", "prompt_lookup_min": 1, "prompt_lookup_max": 3},
-        "lookup": {"method": "custom_class", "model": "spectrain.serving.vllm_proposer.LookupProposer"},
+        "lookup": {"method": "custom_class", "model": "spectrain.exports.vllm_proposer.LookupProposer"},
         "vanilla": {"method": "draft_model", "model": one.folder},
         "spire": {"method": "eagle3", "model": one.folder},
     }

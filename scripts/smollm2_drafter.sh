@@ -36,8 +36,8 @@ import sys
 import textwrap
 from collections.abc import Iterator
 
-from spectrain.stores.prompts import Question, read_prompts
-from spectrain.stores.texts import STDLIB_HELD_OUT, is_held_out, read_documents, unit_hash
+from spectrain.data.prompts import Question, read_prompts
+from spectrain.data.texts import STDLIB_HELD_OUT, is_held_out, read_documents, unit_hash
 
 SECOND_TURNS = (
     "Write three unit tests for it.",

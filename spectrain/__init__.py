@@ -9,10 +9,12 @@ print(reply.text, reply.accepted, "of", reply.drafted, "drafted tokens accepted"
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from spectrain import caches
+from spectrain.old_names import OldNames
 
 if TYPE_CHECKING:
     from spectrain.decoding import Drafter, TargetModel
@@ -21,6 +23,7 @@ if TYPE_CHECKING:
 __all__ = ["LLM", "load_method", "load_target"]
 
 caches.settle()
+sys.meta_path.append(OldNames())
 
 
 def __getattr__(name: str) -> object:

@@ -28,26 +28,27 @@ from omegaconf import DictConfig, OmegaConf
 from spectrain.cli import interruptible, open_target
 from spectrain.config import plain
 from spectrain.config.commands import Bench
-from spectrain.decoding import Drafter, Generation, Sampling, TargetModel, fingerprint, generate
+from spectrain.data.overlap import Sample, seen_questions
+from spectrain.data.prompts import Question, question_ids
+from spectrain.decoding import Drafter, Generation, Sampling, generate
 from spectrain.errors import UserError, check_whole, nearest
 from spectrain.measure import questions
+from spectrain.measure.bandwidth import step_costs, weight_bytes
 from spectrain.measure.baselines import BASELINES, build_baseline, own_model
 from spectrain.measure.benchmark import Benchmark
-from spectrain.measure.cost import hardware_named
 from spectrain.measure.report import write_report
 from spectrain.measure.results import QuestionRow, nodes_of, summarise
 from spectrain.measure.tables import terminal_tables
-from spectrain.measure.traffic import step_costs, weight_bytes
 from spectrain.methods import registry
 from spectrain.methods.auto import Auto
 from spectrain.methods.folders import given_artifacts
 from spectrain.methods.options import names
 from spectrain.methods.pld import PromptLookup
 from spectrain.methods.speculative import Speculative
+from spectrain.planning.cost import hardware_named
 from spectrain.stores.environment import device_facts, provenance
 from spectrain.stores.folder import MANIFEST, sha256
-from spectrain.stores.overlap import Sample, seen_questions
-from spectrain.stores.prompts import Question, question_ids
+from spectrain.target import TargetModel, fingerprint
 from spectrain.terminal import result_console, say_next, stage
 from spectrain.training.runs import RunFolder
 

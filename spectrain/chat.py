@@ -23,16 +23,17 @@ from rich.text import Text
 
 from spectrain.cli import open_target
 from spectrain.config.commands import Chat
-from spectrain.decoding import Drafter, Sampling, TargetModel
+from spectrain.data.prompts import conversation_ids
+from spectrain.data.turns import clean
+from spectrain.decoding import Drafter, Sampling
 from spectrain.errors import UserError, nearest
 from spectrain.methods.loading import load_method
 from spectrain.methods.registry import build_configured, method_names
 from spectrain.serving.colours import COLOURS, coloured, summary
 from spectrain.serving.llm import LLM, Options
 from spectrain.stores.files import write_json
-from spectrain.stores.prompts import conversation_ids
 from spectrain.stores.signals import SIGNALS, Terminated
-from spectrain.stores.turns import clean
+from spectrain.target import TargetModel
 
 COMMANDS = {
     "method": "NAME: go on with another method, or with an exported folder",

@@ -42,7 +42,7 @@ from spectrain.stores.signals import EXIT_CODES, SIGNALS, Terminated
 from spectrain.terminal import open_streams, stage
 
 if TYPE_CHECKING:
-    from spectrain.decoding import TargetModel
+    from spectrain.target import TargetModel
 
 log = logging.getLogger(__name__)
 
@@ -394,9 +394,9 @@ def open_target(
 
     Raise UserError with `all_ranks` if not all ranks hold it together, because each works on the same texts.
     """
-    from spectrain.decoding import load_target  # here: this module imports no torch
-    from spectrain.decoding.weights import is_emulated
     from spectrain.models.packages import target_path
+    from spectrain.target import load_target  # here: this module imports no torch
+    from spectrain.target.weights import is_emulated
 
     n_ranks = int(os.environ.get("WORLD_SIZE", 1))
     if chosen.ranks_of_group(n_ranks) < n_ranks and all_ranks:
@@ -406,7 +406,7 @@ def open_target(
         )
     path, device = target_path(chosen.path), device or chosen.device
     if not has_blocks and chosen.parallel == "none":
-        from spectrain.decoding.tables import open_tables
+        from spectrain.target.embedding_only import open_tables
 
         if (tables := open_tables(Path(path), chosen.dtype, device)) is not None:
             return tables

@@ -17,8 +17,8 @@ from pathlib import Path
 
 from spectrain.config import plain
 from spectrain.config.commands import Cost
-from spectrain.measure.cost import CostModel, methods_for, read_hardware, shape_of_model, shape_of_numbers
 from spectrain.measure.tables import cost_table, show
+from spectrain.planning.cost import CostModel, methods_for, read_hardware, shape_of_model, shape_of_numbers
 from spectrain.stores.environment import provenance
 from spectrain.stores.files import write_json
 from spectrain.stores.locations import BUNDLED

@@ -30,16 +30,16 @@ from rich.table import Table
 from rich.text import Text
 
 from spectrain.config.commands import Doctor
+from spectrain.data.row_cache import ROWS
+from spectrain.drafting.step_costs import Table as Seconds
+from spectrain.drafting.step_costs import doubt
 from spectrain.kernels import multiplies, why_no_kernels, works
 from spectrain.kernels.cpu.attention import move
 from spectrain.kernels.cpu.products import width
 from spectrain.measure.tables import size
-from spectrain.methods.seconds import Table as Seconds
-from spectrain.methods.seconds import doubt
 from spectrain.stores.environment import CGROUP, OtherWork, cpu_name, host_memory, is_disturbed, version_of
 from spectrain.stores.files import free_bytes
 from spectrain.stores.locations import BUNDLED, CHECKPOINTS, MADE, SHIPPED, SHIPPED_STORES, bundled_folder
-from spectrain.stores.row_cache import ROWS
 from spectrain.terminal import stage
 
 LOAD_S = 1.0  # in which the work of other processes is measured

@@ -25,11 +25,12 @@ from pathlib import Path
 from spectrain.cli import open_target
 from spectrain.config.commands import Export, Target
 from spectrain.errors import UserError
+from spectrain.exports.exporting import lookup_export, run_export, write_again, write_export, write_lookup
 from spectrain.models.artifacts import is_export, load_spire, read_manifest
-from spectrain.serving.exporting import lookup_export, run_export, write_again, write_export, write_lookup
 from spectrain.stores.folder import locked, refuse_existing, write_folder
 from spectrain.stores.locations import BUNDLED
 from spectrain.terminal import PROMPTS, say_next, stage
+from spectrain.training.base import open_experiment
 from spectrain.training.runs import RunFolder
 
 log = logging.getLogger(__name__)
@@ -74,8 +75,8 @@ def of_run(options: Export) -> tuple[Path, Callable[..., None]]:
         if "export_dtype" not in run.config:
             raise UserError(f"export_dtype={options.export_dtype} is no option of {run.path}; remove it")
         run = replace(run, config=run.config | {"export_dtype": options.export_dtype})
-    experiment = run.experiment(
-        partial(open_target, replace(run.target, parallel="none", tp=None), "cpu", has_blocks=False)
+    experiment = open_experiment(
+        run, partial(open_target, replace(run.target, parallel="none", tp=None), "cpu", has_blocks=False)
     )
     if options.attention is not None and experiment.exports != "spire":
         raise UserError(f"attention={options.attention} is no option of {run.path}; remove it")

@@ -24,7 +24,9 @@ from rich.text import Text
 
 from spectrain.cli import open_target
 from spectrain.config.commands import Generate
-from spectrain.decoding import Sampling, Source, stream
+from spectrain.data.prompts import conversation_ids
+from spectrain.data.turns import clean
+from spectrain.decoding import Sampling, stream
 from spectrain.decoding.text import Pieces, Reply
 from spectrain.errors import UserError
 from spectrain.measure.results import shares_of
@@ -33,8 +35,7 @@ from spectrain.methods.autoregressive import Autoregressive
 from spectrain.methods.registry import build_configured
 from spectrain.serving.colours import coloured, summary
 from spectrain.stores.environment import OtherWork, is_disturbed
-from spectrain.stores.prompts import conversation_ids
-from spectrain.stores.turns import clean
+from spectrain.target import Source
 from spectrain.terminal import say_next, stage
 
 TIMED_RUNS = 3

@@ -28,21 +28,22 @@ import hydra
 from spectrain.cli import expand_shorthands, open_target
 from spectrain.config import TYPED_COMMAND, options_of, plain
 from spectrain.config.commands import Bench, Recommend
-from spectrain.decoding import Drafter, Sampling, TargetModel, generate
+from spectrain.data.prompts import Question, question_ids
+from spectrain.decoding import Drafter, Sampling, generate
 from spectrain.errors import UserError
 from spectrain.measure import questions
+from spectrain.measure.bandwidth import weight_bytes
 from spectrain.measure.benchmark import Benchmark
-from spectrain.measure.cost import speedup_by_depth
 from spectrain.measure.recommend import AUTO, CANDIDATES, FEWEST, Halving, rows_that_fit
-from spectrain.measure.settled import plan_for, settled
 from spectrain.measure.tables import estimate_of, fixed, for_terminal, interval, ordered, size, table_of
-from spectrain.measure.traffic import weight_bytes
 from spectrain.methods import registry
 from spectrain.methods.folders import FOLDERS, artifact_kinds
 from spectrain.methods.options import names
+from spectrain.planning.cost import speedup_by_depth
+from spectrain.planning.defaults import plan_for, settled
 from spectrain.stores.environment import OtherWork, device_facts, is_disturbed, provenance
 from spectrain.stores.files import json_line
-from spectrain.stores.prompts import Question, question_ids
+from spectrain.target import TargetModel
 from spectrain.terminal import PROMPTS, result_console, say_next, stage
 
 LARGER_BATCH = {"cpu": 4, "cuda": 16}  # by default; on two cores batches of eight gain nothing (docs/benchmarks.md)

@@ -28,18 +28,20 @@ import uvicorn
 from spectrain.cli import open_target
 from spectrain.config import plain
 from spectrain.config.commands import Serve
-from spectrain.decoding import Sampling, TargetModel, fingerprint, tokenizer_fingerprint
+from spectrain.decoding import Sampling
 from spectrain.errors import UserError
 from spectrain.methods.loading import load_method
 from spectrain.serving.access import Access
 from spectrain.serving.connection import Connection
-from spectrain.serving.server import Limits, Service, make_app
-from spectrain.serving.traffic import TrafficLog
+from spectrain.serving.request_log import TrafficLog
+from spectrain.serving.server import make_app
+from spectrain.serving.service import Limits, Service
 from spectrain.serving.worker import open_worker
 from spectrain.stores.environment import free_files
 from spectrain.stores.folder import locked
 from spectrain.stores.rows import ResponseManifest
 from spectrain.stores.signals import SAID, SIGNALS, Terminated
+from spectrain.target import TargetModel, fingerprint, tokenizer_fingerprint
 
 log = logging.getLogger(__name__)
 

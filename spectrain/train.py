@@ -35,22 +35,23 @@ from torch import Tensor
 from spectrain.cli import in_multirun, open_target
 from spectrain.config import plain
 from spectrain.config.training import Train
-from spectrain.decoding import Drafter, TargetModel
-from spectrain.decoding.loading import read_tokenizer
+from spectrain.decoding import Drafter
 from spectrain.decoding.text import chat_template
 from spectrain.errors import FinishedRun, UserError
-from spectrain.measure.plan import Plan, meta_target
+from spectrain.exports.exporting import Export, tokens_of, write_export
 from spectrain.measure.plots import calibration, training_pictures, write_png
-from spectrain.measure.settled import peak_tokens_per_s, plan_for, settled
 from spectrain.measure.tables import depth_table, head_table, memory_table, show, speed_table, tau_table
 from spectrain.measure.tau import expected_and_measured, measure_speed, measure_tau, tau_settings
 from spectrain.methods.autoregressive import Autoregressive
 from spectrain.methods.speculative import build as build_speculative
 from spectrain.models.kinds import about
-from spectrain.serving.exporting import Export, tokens_of, write_export
+from spectrain.planning.defaults import peak_tokens_per_s, plan_for, settled
+from spectrain.planning.plan import Plan, meta_target
 from spectrain.stores.files import free_bytes
+from spectrain.target import TargetModel
+from spectrain.target.loading import read_tokenizer
 from spectrain.terminal import PROMPTS, say_next, stage
-from spectrain.training.base import Experiment, Parts
+from spectrain.training.base import Experiment, Parts, experiment_type, open_experiment
 from spectrain.training.callbacks import UNKNOWN_STEPS
 from spectrain.training.fit import final_metrics, fit, target_device
 from spectrain.training.loggers import answer_agent, publish
@@ -91,7 +92,8 @@ def train(options: Train, run: RunFolder) -> None:
         except Exception as error:  # heads and targets have none, and a plan must not end a training
             log.debug("no plan: %s", error)
     whole = partial(open_target, run.target, target_device(run.config))
-    experiment = run.experiment(partial(whole, has_blocks=run.experiment_type.needs_blocks(run.config)))
+    needs_blocks = experiment_type(run.config).needs_blocks(run.config)
+    experiment = open_experiment(run, partial(whole, has_blocks=needs_blocks))
     parts = experiment.prepare()
     run.change(parts.data.changed)
     measurement = Measurement(options, experiment, parts, whole) if experiment.drafts else None

@@ -38,17 +38,19 @@ from transformers import (
 )
 
 from spectrain import cli
-from spectrain.decoding import Sampling, TargetModel, generate, tokenizer_fingerprint
-from spectrain.decoding.weights import is_emulated, most_rows
+from spectrain.data import row_cache
+from spectrain.data.texts import train_tokenizer
+from spectrain.decoding import Sampling, generate
+from spectrain.drafting import step_costs as seconds_table
 from spectrain.kernels import works
 from spectrain.kernels.cpu import products
-from spectrain.methods import seconds as seconds_table
 from spectrain.methods.speculative import Speculative
 from spectrain.retrieval.calibration import calibrate
 from spectrain.retrieval.datastore import Datastore, Manifest, write_manifest, write_shard
 from spectrain.retrieval.fusion import RetrievalOptions, Retriever
-from spectrain.stores import locations, row_cache
-from spectrain.stores.texts import train_tokenizer
+from spectrain.stores import locations
+from spectrain.target import TargetModel, tokenizer_fingerprint
+from spectrain.target.weights import is_emulated, most_rows
 from tests.support import forks
 
 CACHE = tempfile.TemporaryDirectory()

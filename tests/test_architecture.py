@@ -11,19 +11,23 @@ ROOT = Path(__file__).parent.parent
 COMMANDS = {"train", "generate", "chat", "serve", "recommend", "bench", "export", "cost", "report", "doctor"}
 DATA_COMMANDS = {"responses", "activations", "acceptance", "datastore", "target"}
 # Each room imports only those that stand before it, and the leaves.
-ROOMS = ["kernels", "decoding", "stores", "retrieval", "models", "methods", "training", "measure", "exports", "serving"]
-LEAVES = ["errors", "caches", "config", "terminal"]
+ROOMS = [
+    *("kernels", "target", "decoding", "stores", "data", "retrieval", "models", "drafting", "methods", "training"),
+    *("planning", "measure", "exports", "serving"),
+]
+LEAVES = ["errors", "caches", "config", "terminal", "old_names"]
 SEES_HYDRA = {
     "cli",
     "config",
     "methods.registry",
     "methods.loading",
     "methods.options",
+    "training.base",
     "training.runs",
     "training.fit",
 }
 INSIDE_ENGINES = {
-    "spectrain.serving.sglang_plugin",
+    "spectrain.exports.sglang_plugin",
     "spectrain.exports.vllm_plugin",
     "spectrain.exports.vllm_spire",
 }
@@ -31,13 +35,13 @@ PICKLES = {"pickle", "cPickle", "dill", "joblib", "cloudpickle"}
 
 
 def modules() -> dict[str, Path]:
-    """Files by dotted name: "spectrain.decoding.loop", "data_prep.server"."""
+    """Files by dotted name: "spectrain.decoding.loop", "data_prep.openai_client"."""
     files = [*ROOT.glob("spectrain/**/*.py"), *ROOT.glob("data_prep/**/*.py")]
     return {".".join(f.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__"): f for f in files}
 
 
 def imports(path: Path) -> set[str]:
-    """What a file imports, each with what is taken from it: "spectrain.decoding.tree.DraftTree"."""
+    """What a file imports, each with what is taken from it: "spectrain.target.tree.DraftTree"."""
     found = set()
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.Import):

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from spectrain import cli
-from spectrain.decoding import TargetModel, load_target
+from spectrain.target import TargetModel, load_target
 from tests.conftest import SMALL_TRAINING, tiny_model
 from tests.models.test_artifacts import export_spire
 

@@ -15,18 +15,19 @@ from spectrain import bench
 from spectrain.cli import composed
 from spectrain.config import options_of
 from spectrain.config.commands import Bench
-from spectrain.decoding import Sampling, TargetModel, load_target
+from spectrain.data.texts import STDLIB_HELD_OUT, is_held_out
+from spectrain.decoding import Sampling
 from spectrain.errors import UserError
+from spectrain.measure.bandwidth import weight_bytes
 from spectrain.measure.baselines import BASELINES
 from spectrain.measure.benchmark import Benchmark
 from spectrain.measure.questions import STDLIB_CHARACTERS, read_questions
 from spectrain.measure.results import QuestionRow
-from spectrain.measure.traffic import weight_bytes
 from spectrain.methods.folders import artifact_kinds
 from spectrain.methods.pld import PromptLookup
 from spectrain.methods.registry import build_methods, method_config, method_configs, method_names
 from spectrain.stores.folder import locked
-from spectrain.stores.texts import STDLIB_HELD_OUT, is_held_out
+from spectrain.target import TargetModel, load_target
 from tests.conftest import SMALL_TRAINING
 from tests.methods.lookup_export import lookup_facts
 from tests.models.test_artifacts import export_spire

@@ -17,7 +17,7 @@ from pathlib import Path
 import pytest
 
 from spectrain import LLM, load_target
-from spectrain.stores.prompts import read_prompts
+from spectrain.data.prompts import read_prompts
 
 STATUS = re.compile(r"\d+ tokens \(\w+\), \d+ tokens/s, tau \d\.\d\d(, \d+ of \d+ drafted tokens accepted)?")
 

@@ -18,8 +18,8 @@ from lightning import Callback
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from spectrain.decoding import load_target
-from spectrain.stores.texts import train_tokenizer
+from spectrain.data.texts import train_tokenizer
+from spectrain.target import load_target
 from spectrain.training import fit as fitting
 from spectrain.training.runs import RunFolder, read_csv
 from spectrain.training.sums import ValidationSums

@@ -8,9 +8,9 @@ import shlex
 import pytest
 
 from spectrain import recommend
-from spectrain.decoding import load_target
 from spectrain.measure import recommend as halving
 from spectrain.measure.questions import BUNDLED, read_questions
+from spectrain.target import load_target
 from tests.models.test_artifacts import export_spire
 
 QUICK = ("methods=[pld,logitspec]", "max_new_tokens=8", "minutes=10")

@@ -17,10 +17,11 @@ from lightning import Callback
 from safetensors.torch import load_file
 
 from spectrain.cli import run as run_command
-from spectrain.decoding import Sampling, load_target
+from spectrain.decoding import Sampling
 from spectrain.methods.specdecpp import open_drafter
 from spectrain.models.head import HeadConfig, HeadFacts
 from spectrain.stores.rows import open_acceptance
+from spectrain.target import load_target
 from spectrain.training import fit as fitting
 from spectrain.training.data import TextRows, text_rows
 from spectrain.training.head import HeadTraining

@@ -18,9 +18,9 @@ from pathlib import Path
 
 import numpy as np
 
+from spectrain.data.prompts import read_prompts
 from spectrain.measure.statistics import Estimate, of_sums
 from spectrain.stores.files import read_json, write_json
-from spectrain.stores.prompts import read_prompts
 
 PART = 4  # questions of each file in a run
 FOLDER, RUNS = Path(__file__).parent, Path("runs/papers")

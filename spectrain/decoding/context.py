@@ -12,8 +12,8 @@ from torch import Tensor
 
 from spectrain.decoding.noise import SharedNoise
 from spectrain.decoding.sampling import RowSampling, Sampling, Uniforms, argmax, sampling_of
-from spectrain.decoding.transfer import to_device, without
 from spectrain.decoding.verify import Verified
+from spectrain.target.transfer import to_device, without
 
 
 class Context:

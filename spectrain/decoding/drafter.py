@@ -15,11 +15,11 @@ from torch import Tensor
 
 from spectrain.decoding.context import Context
 from spectrain.decoding.generation import Choice
-from spectrain.decoding.kv_cache import KVCache
 from spectrain.decoding.sampling import Sampling
-from spectrain.decoding.target import TargetModel, TargetOutput
-from spectrain.decoding.tree import DraftTree
 from spectrain.decoding.verify import Verified
+from spectrain.target.kv_cache import KVCache
+from spectrain.target.target import TargetModel, TargetOutput
+from spectrain.target.tree import DraftTree
 
 
 class Drafter(ABC):
@@ -36,7 +36,7 @@ class Drafter(ABC):
     why_plain: str | None = None  # why hardly anything was drafted, in a sentence
     choice: Choice | None = None  # that it made for this step, where it chooses among methods
     mark: object = None  # of the batch whose rows it follows: an engine that begins one sets another
-    # What is measured of its steps, and what is chosen by that (`methods/seconds.py`, `methods/budget.py`).
+    # What is measured of its steps, and what is chosen by that (`drafting/step_costs.py`, `drafting/budget.py`).
     budget = None  # chooses how much it drafts; None: that is fixed
     reads = 0  # of a draft model, in this step
     timed_reads: Sequence[int] = (0,)  # of which the seconds are measured

@@ -19,14 +19,14 @@ import torch
 from spectrain.decoding.context import Context
 from spectrain.decoding.drafter import Drafter
 from spectrain.decoding.generation import Clock, Ending, Generation
-from spectrain.decoding.kv_cache import KVCache, States
+from spectrain.decoding.graph_capture import rehearse
 from spectrain.decoding.loop import Batch, Emitted, Row
-from spectrain.decoding.memory import is_out_of_memory, out_of_memory_advice
 from spectrain.decoding.prefixes import Prefixes
-from spectrain.decoding.rehearsal import rehearse
 from spectrain.decoding.sampling import Sampling, row_generator
-from spectrain.decoding.target import TargetModel, TargetOutput, unread_parts
 from spectrain.errors import UserError, check_whole, shown
+from spectrain.target.kv_cache import KVCache, States
+from spectrain.target.memory import is_out_of_memory, out_of_memory_advice
+from spectrain.target.target import TargetModel, TargetOutput, unread_parts
 
 MOST_NODES = 128  # of a step, for which the cache has room behind the text from the start
 PIECE = {"cpu": 128, "cuda": 1024}  # tokens of a long prompt that are read between two steps of other rows
@@ -432,7 +432,7 @@ def stream(
     most = [check_prompt(target, prompt, max_new_tokens, f"prompt {i}", max_length) for i, prompt in enumerate(prompts)]
     if not prompts:
         return
-    sampling = (sampling or Sampling()).drawn_by(drafter)
+    sampling = (sampling or Sampling()).drawn_by(drafter.draws)
     longest = max(len(prompt) + new for prompt, new in zip(prompts, most, strict=True))
     options = {"stop_token_ids": stop_token_ids, "verification": verification, "draws": sampling.draws}
     options |= {"reads_in_pieces": False, "cache_block_tokens": cache_block_tokens, "max_length": longest}

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 import torch
 from transformers import PreTrainedTokenizerBase
 
-from spectrain.decoding.tree import Source
+from spectrain.target.tree import Source
 
 STAGES = ("draft", "forward", "verify", "commit", "other")
 LOOKED_UP = (Source.FORWARD, Source.BACKWARD, Source.INPUT, Source.DATASTORE)  # found in a table, not computed

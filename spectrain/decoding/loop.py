@@ -16,14 +16,14 @@ from torch import Tensor
 from spectrain.decoding.context import Context
 from spectrain.decoding.drafter import Drafter
 from spectrain.decoding.generation import Clock, Ending, Generation
-from spectrain.decoding.kv_cache import KVCache
-from spectrain.decoding.memory import is_out_of_memory
 from spectrain.decoding.prefixes import Prefixes
 from spectrain.decoding.sampling import Sampling
-from spectrain.decoding.target import TargetModel, TargetOutput
-from spectrain.decoding.transfer import to_device
-from spectrain.decoding.tree import DraftTree, Source
 from spectrain.decoding.verify import Verified, verify
+from spectrain.target.kv_cache import KVCache
+from spectrain.target.memory import is_out_of_memory
+from spectrain.target.target import TargetModel, TargetOutput
+from spectrain.target.transfer import to_device
+from spectrain.target.tree import DraftTree, Source
 
 PROBE = 1 << 16  # is added to the parents of probes
 

@@ -14,8 +14,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from spectrain.decoding.transfer import to_device, without
 from spectrain.kernels.reference import GAMMA, mixed
+from spectrain.target.transfer import to_device, without
 
 
 class SharedNoise:

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from spectrain.decoding.kv_cache import KVCache, States
+from spectrain.target.kv_cache import KVCache, States
 
 LEAST_TOKENS = 32  # of a beginning that is worth copying
 MOST_TEXTS = 128  # that are kept; each is compared with each prompt

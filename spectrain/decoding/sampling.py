@@ -10,19 +10,15 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
-from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from spectrain import kernels
-from spectrain.decoding.transfer import to_device, without
 from spectrain.errors import UserError, check_choice, check_number, check_whole
 from spectrain.kernels import TEMPERATURE, reference
-
-if TYPE_CHECKING:
-    from spectrain.decoding.drafter import Drafter
+from spectrain.target.transfer import to_device, without
 
 DRAWS = ("auto", "inverse", "shared")
 GREEDY_BELOW = 1e-5  # a lower temperature counts as 0, as in vLLM: logits divided by it may overflow
@@ -76,9 +72,9 @@ class Sampling:
         """Whether target and drafters draw with the same noise."""
         return self.draws == "shared" and not self.greedy
 
-    def drawn_by(self, drafter: Drafter) -> Sampling:
-        """The same options, with the drafter's own way to draw where none was asked for."""
-        return replace(self, draws=drafter.draws) if self.draws == "auto" else self
+    def drawn_by(self, draws: str) -> Sampling:
+        """Return the same options, with a drafter's own way to draw where none was asked for."""
+        return replace(self, draws=draws) if self.draws == "auto" else self
 
     def same_distribution(self, other: Sampling) -> bool:
         """Whether both choose alike: greedy decoding reads no other option."""

@@ -13,12 +13,12 @@ import torch
 from torch import Tensor
 
 from spectrain import kernels
-from spectrain.decoding.kv_cache import KVCache
 from spectrain.decoding.noise import SharedNoise
 from spectrain.decoding.sampling import RowSampling, Sampling, Uniforms, argmax, draw_token
-from spectrain.decoding.tree import DraftTree
 from spectrain.errors import check_choice
 from spectrain.kernels import ROWS, Graphs, padded
+from spectrain.target.kv_cache import KVCache
+from spectrain.target.tree import DraftTree
 
 VERIFICATIONS = ("token", "block")
 # Logits of a step, greedy and drawn: a graph has its own memory for them, and for several times as many where it draws.

@@ -9,11 +9,11 @@ from pathlib import Path
 
 from safetensors.torch import save_file
 
-from spectrain.decoding.target import FINAL, TargetModel
 from spectrain.exports.vllm_versions import ARCHITECTURE, FORMAT
 from spectrain.models.artifacts import WEIGHTS
 from spectrain.models.spire import SpireConfig
 from spectrain.stores.files import write_json
+from spectrain.target.target import FINAL, TargetModel
 
 FOLDER = "vllm"
 TARGET = "target.safetensors"  # of the target: its last norm, and some rows of its embedding, by which it is known

@@ -5,13 +5,14 @@ torch what they compute.
 """
 
 from spectrain.kernels import reference
+from spectrain.kernels.cpu.accept import GOING, LENGTH, ROOM
 from spectrain.kernels.cpu.candidates import first_by_noise, top_tokens
-from spectrain.kernels.cpu.judging import GOING, LENGTH, ROOM
 from spectrain.kernels.cpu.products import LEAST_OUTPUTS, multiplies, n_compiled, outruns_torch
 from spectrain.kernels.cpu.program import MOST_TOKENS, Program, Programs
 from spectrain.kernels.cpu.running import accept, draw, fits, move, product, reads, runner, warp, warp_and_draw, works
 from spectrain.kernels.cpu.warping import TEMPERATURE
-from spectrain.kernels.cuda.available import ACTIVATIONS, why_no_kernels
+from spectrain.kernels.cuda import ACTIVATIONS
+from spectrain.kernels.cuda.available import why_no_kernels
 from spectrain.kernels.cuda.graphs import NODES, ROWS, Graphs, padded, unique
 
 __all__ = [

@@ -18,12 +18,13 @@ import torch
 from transformers import GenerationConfig, PreTrainedModel
 from transformers.utils import logging
 
-from spectrain.decoding import Generation, Sampling, TargetModel
+from spectrain.decoding import Generation, Sampling
 from spectrain.decoding.generation import Choices
-from spectrain.decoding.loading import first_line
-from spectrain.decoding.weights import to_dtype
 from spectrain.methods.pld import PromptLookup
 from spectrain.methods.speculative import Speculative
+from spectrain.target import TargetModel
+from spectrain.target.loading import first_line
+from spectrain.target.weights import to_dtype
 
 BASELINES = ("hf_generate", "hf_prompt_lookup", "hf_assisted")
 # With a static cache transformers compiles the forward of a single token: `generate(cache_implementation="static")`.

@@ -18,16 +18,17 @@ from pathlib import Path
 import psutil
 import torch
 
-from spectrain.decoding import Generation, TargetModel
+from spectrain.data.prompts import Question
+from spectrain.decoding import Generation
 from spectrain.decoding.engine import check_prompt
+from spectrain.drafting.step_costs import n_timed
 from spectrain.errors import UserError
 from spectrain.kernels import Graphs, n_compiled
+from spectrain.measure.bandwidth import loop_steps
 from spectrain.measure.results import QuestionRow, failed_row, question_row
-from spectrain.measure.traffic import loop_steps
-from spectrain.methods.seconds import n_timed
 from spectrain.stores.environment import OtherWork
 from spectrain.stores.files import RowFile
-from spectrain.stores.prompts import Question
+from spectrain.target import TargetModel
 from spectrain.terminal import stage
 
 log = logging.getLogger(__name__)

@@ -9,8 +9,8 @@ from dataclasses import asdict
 from pathlib import Path
 
 from spectrain.config import conf_dir
-from spectrain.stores.prompts import Question, read_prompts
-from spectrain.stores.texts import STDLIB_HELD_OUT, is_held_out, read_documents
+from spectrain.data.prompts import Question, read_prompts
+from spectrain.data.texts import STDLIB_HELD_OUT, is_held_out, read_documents
 
 BUNDLED = ("chat", "code", "math")  # kinds of prompts that come with spectrain, in conf/questions/
 STDLIB_QUESTIONS = 20

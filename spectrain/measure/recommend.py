@@ -14,12 +14,13 @@ from dataclasses import dataclass, field, replace
 
 import torch
 
-from spectrain.decoding import Sampling, TargetModel
+from spectrain.decoding import Sampling
 from spectrain.measure.benchmark import Benchmark
 from spectrain.measure.results import QuestionRow, summarise
 from spectrain.methods.auto import METHODS
 from spectrain.methods.registry import BASELINE
 from spectrain.stores.environment import free_memory
+from spectrain.target import TargetModel
 
 AUTO = "auto"
 KEPT = (BASELINE, AUTO)  # to the end: what others are compared with, and the answer where they cannot be distinguished

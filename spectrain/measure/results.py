@@ -13,14 +13,14 @@ from itertools import zip_longest
 
 import numpy as np
 
+from spectrain.data.prompts import Question
 from spectrain.decoding import Drafter, Generation
 from spectrain.decoding.generation import LOOKED_UP, STAGES, Choices
-from spectrain.decoding.tree import Source
+from spectrain.drafting.budget import AUTO
 from spectrain.measure.statistics import acceptance_length, decode_s, ratio_of_sums, speedup, time_share
 from spectrain.methods.auto import Auto
-from spectrain.methods.budget import AUTO
 from spectrain.methods.registry import BASELINE
-from spectrain.stores.prompts import Question
+from spectrain.target.tree import Source
 
 CONTEXTS = (256, 1024, 4096)  # tokens of a prompt up to which answers are grouped
 LONGER = "longer"

@@ -16,10 +16,10 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from spectrain.measure.cost import Hardware, speedup_by_depth, tau_of_depth
-from spectrain.measure.plan import Machine, Plan
 from spectrain.measure.results import CONTEXTS, DID_NOT_DRAFT, LONGER
 from spectrain.methods.registry import BASELINE
+from spectrain.planning.cost import Hardware, speedup_by_depth, tau_of_depth
+from spectrain.planning.plan import Machine, Plan
 from spectrain.stores.environment import is_disturbed
 from spectrain.terminal import result_console
 

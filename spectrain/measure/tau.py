@@ -11,9 +11,10 @@ from dataclasses import asdict, dataclass
 from itertools import product
 from typing import NamedTuple
 
-from spectrain.decoding import Drafter, Generation, Sampling, TargetModel, generate
+from spectrain.decoding import Drafter, Generation, Sampling, generate
 from spectrain.errors import UserError
 from spectrain.measure.statistics import Estimate, acceptance_length, ratio_of_sums, speedup
+from spectrain.target import TargetModel
 from spectrain.terminal import stage
 
 

@@ -7,11 +7,11 @@ from __future__ import annotations
 
 from typing import Annotated
 
-from spectrain.decoding import Source
-from spectrain.methods.lookup import LookupDrafter
+from spectrain.drafting.lookup import LookupDrafter
 from spectrain.methods.options import Nodes, Whole
 from spectrain.retrieval.candidate_tree import CandidateTree
 from spectrain.retrieval.ngram_table import CountTable
+from spectrain.target import Source
 
 TOKENS_ONLY = True  # a serving engine can run it; see loading.py
 

@@ -16,10 +16,11 @@ from functools import partial
 import numpy as np
 from torch import Tensor
 
-from spectrain.decoding import Context, Drafter, DraftTree, KVCache, Sampling, TargetModel, TargetOutput, Verified
+from spectrain.decoding import Context, Drafter, Sampling, Verified
 from spectrain.decoding.generation import Choice
+from spectrain.drafting.step_costs import Costs, Table
 from spectrain.methods.autoregressive import Autoregressive
-from spectrain.methods.seconds import Costs, Table
+from spectrain.target import DraftTree, KVCache, TargetModel, TargetOutput
 
 PLAIN = "autoregressive"
 FIRST_STEPS = 16  # of each method, before it is judged

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from spectrain.decoding import Context, Drafter, DraftTree
+from spectrain.decoding import Context, Drafter
+from spectrain.target import DraftTree
 
 
 class Autoregressive(Drafter):

@@ -15,14 +15,15 @@ from importlib import import_module
 from pathlib import Path
 from types import ModuleType
 
-from spectrain.decoding import Drafter, TargetModel, fingerprint, tokenizer_fingerprint
+from spectrain.decoding import Drafter
+from spectrain.drafting.budget import AUTO
 from spectrain.errors import UserError
-from spectrain.methods.budget import AUTO
 from spectrain.methods.options import build_function, module_of, names
 from spectrain.models.artifacts import default_artifact, is_export, read_manifest
 from spectrain.models.kinds import about
 from spectrain.retrieval.datastore import largest_datastore
 from spectrain.stores.locations import CHECKPOINTS
+from spectrain.target import TargetModel, fingerprint, tokenizer_fingerprint
 
 log = logging.getLogger(__name__)
 

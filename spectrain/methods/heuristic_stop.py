@@ -7,11 +7,11 @@ from __future__ import annotations
 
 from typing import Annotated, Literal
 
-from spectrain.decoding import TargetModel
-from spectrain.methods.draft_chain import candidates_within
+from spectrain.drafting.draft_chain import candidates_within
+from spectrain.drafting.stopping import UnsureStop
 from spectrain.methods.options import Dtype, Nodes, Whole
 from spectrain.methods.speculative import Speculative, load_draft_model
-from spectrain.methods.stopping import UnsureStop
+from spectrain.target import TargetModel
 
 DRAFTER = "vanilla"
 

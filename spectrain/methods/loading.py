@@ -19,9 +19,10 @@ from types import MappingProxyType
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from spectrain.decoding import Drafter, TargetModel, fingerprint, tokenizer_fingerprint
+from spectrain.data.turns import clean
+from spectrain.decoding import Drafter
+from spectrain.drafting.budget import AUTO
 from spectrain.errors import UserError, shown
-from spectrain.methods.budget import AUTO
 from spectrain.methods.folders import FOLDERS
 from spectrain.methods.options import build_function, module_of, option_types
 from spectrain.methods.registry import build_given, method_config, method_names, say_if_folder
@@ -33,7 +34,7 @@ from spectrain.models.artifacts import (
     read_lookup_facts,
     read_manifest,
 )
-from spectrain.stores.turns import clean
+from spectrain.target import TargetModel, fingerprint, tokenizer_fingerprint
 
 LONGEST_NAME, LONGEST_PATH = 255, 4095  # bytes of a file's name, and of its path
 

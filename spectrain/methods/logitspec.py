@@ -16,14 +16,14 @@ from typing import Annotated
 
 import numpy as np
 
-from spectrain.decoding import Source, TargetModel
+from spectrain.drafting.lookup import LookupDrafter
 from spectrain.errors import UserError
-from spectrain.methods.lookup import LookupDrafter
 from spectrain.methods.options import Nodes, Whole
 from spectrain.retrieval.candidate_tree import CandidateTree
 from spectrain.retrieval.datastore import open_datastore
 from spectrain.retrieval.fusion import RetrievalOptions, Retriever
 from spectrain.retrieval.ngram_table import PositionTable
+from spectrain.target import Source, TargetModel
 
 # Ranks count from 0, and the root keeps its own, as in the reference implementation.
 RANKS = (1, 2, 3, 4, 6, 10, 18, 34)  # of candidates of the last logits that are alike, where a new kind begins

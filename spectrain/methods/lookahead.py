@@ -12,10 +12,10 @@ from __future__ import annotations
 
 from typing import Annotated
 
-from spectrain.decoding import Source
+from spectrain.drafting.probing import AGE_PRIORS, ProbingDrafter, prompt_random, remember
 from spectrain.methods.options import Nodes, Whole
-from spectrain.methods.probing import AGE_PRIORS, ProbingDrafter, prompt_random, remember
 from spectrain.retrieval.candidate_tree import CandidateTree, ProbeShape
+from spectrain.target import Source
 
 
 class Lookahead(ProbingDrafter):

@@ -13,10 +13,11 @@ from typing import Annotated, Literal
 import torch
 from torch import Tensor
 
-from spectrain.decoding import Context, DraftTree, KVCache, TargetModel
+from spectrain.decoding import Context
+from spectrain.drafting.draft_chain import ChainDrafter, Chains, DraftStep, draft_chain, lengths_of
 from spectrain.errors import UserError
-from spectrain.methods.draft_chain import ChainDrafter, Chains, DraftStep, draft_chain, lengths_of
 from spectrain.methods.options import Nodes, Whole
+from spectrain.target import DraftTree, KVCache, TargetModel
 
 GAMMA = 4  # the k of SPIRe's comparison with MagicDec
 MOST = 8  # of a chain that adapts

@@ -24,16 +24,17 @@ from omegaconf import DictConfig, OmegaConf
 
 from spectrain.config import conf_dir
 from spectrain.config.commands import Bench, Generate, Responses
-from spectrain.decoding import Drafter, Sampling, TargetModel, fingerprint
+from spectrain.decoding import Drafter, Sampling
+from spectrain.drafting.budget import AUTO
+from spectrain.drafting.lookup import LookupDrafter
 from spectrain.errors import UserError, nearest
 from spectrain.methods.auto import METHODS, Auto
-from spectrain.methods.budget import AUTO
 from spectrain.methods.folders import FOLDERS, artifact_kinds, check_taken, chosen_folder, given_artifacts
-from spectrain.methods.lookup import LookupDrafter
 from spectrain.methods.options import build_function, check_options, names, option_types, plain_options
 from spectrain.models.artifacts import decoded_by, is_export
 from spectrain.models.head import read_head_facts
 from spectrain.stores.folder import digest
+from spectrain.target import TargetModel, fingerprint
 
 log = logging.getLogger(__name__)
 

@@ -11,12 +11,12 @@ from __future__ import annotations
 
 from collections import deque
 
-from spectrain.decoding import TargetModel
-from spectrain.methods.lookup import LookupDrafter
+from spectrain.drafting.lookup import LookupDrafter
 from spectrain.methods.options import Nodes, Whole
 from spectrain.retrieval.candidate_tree import CandidateTree
 from spectrain.retrieval.datastore import Datastore, open_datastore
 from spectrain.retrieval.fusion import RetrievalOptions, Retriever, store_priors
+from spectrain.target import TargetModel
 
 TOKENS_ONLY = True  # a serving engine can run it; see loading.py
 

@@ -14,16 +14,17 @@ from typing import Literal
 
 import torch
 
-from spectrain.decoding import Drafter, TargetModel, fingerprint
-from spectrain.decoding.weights import Int8Linear, RowsLinear, draft_dtype_of, on_cpu
+from spectrain.decoding import Drafter
+from spectrain.drafting.draft_chain import candidates_within
+from spectrain.drafting.stopping import HeadStop, StopRule
 from spectrain.errors import UserError
-from spectrain.methods.draft_chain import candidates_within
 from spectrain.methods.folders import find_artifact, method_of_kind
 from spectrain.methods.options import Dtype, Nodes, Share, Whole
-from spectrain.methods.stopping import HeadStop, StopRule
 from spectrain.models.artifacts import check_weights
 from spectrain.models.draft_states import DraftStates
 from spectrain.models.head import AcceptanceHead, DrafterFacts, HeadFacts, load_head, own_drafter, read_head_facts
+from spectrain.target import TargetModel, fingerprint
+from spectrain.target.weights import Int8Linear, RowsLinear, draft_dtype_of, on_cpu
 
 
 @dataclass(frozen=True)

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from spectrain.decoding import TargetModel
 from spectrain.methods.options import Nodes, Whole
 from spectrain.methods.spectra_core import CoreOptions, SpectraCore
 from spectrain.retrieval.datastore import open_datastore
 from spectrain.retrieval.fusion import RetrievalOptions, Retriever
+from spectrain.target import TargetModel
 
 
 def build(

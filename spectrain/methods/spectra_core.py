@@ -18,13 +18,13 @@ from typing import Annotated
 import torch
 from torch import Tensor
 
-from spectrain.decoding import Source, TargetModel
-from spectrain.decoding.transfer import to_device
+from spectrain.drafting.probing import AGE_PRIORS, ProbingDrafter, prompt_random, remember
 from spectrain.errors import UserError
 from spectrain.methods.options import Nodes, Whole
-from spectrain.methods.probing import AGE_PRIORS, ProbingDrafter, prompt_random, remember
 from spectrain.retrieval.candidate_tree import CandidateTree, ProbeShape
 from spectrain.retrieval.fusion import Retriever, store_priors
+from spectrain.target import Source, TargetModel
+from spectrain.target.transfer import to_device
 
 BACKWARD = len(AGE_PRIORS)  # the kind of the backward guess, behind those of forward guesses by age
 

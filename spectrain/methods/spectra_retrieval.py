@@ -6,11 +6,11 @@ the texts that the target predicts best are kept (`data_prep.datastore`).
 
 from __future__ import annotations
 
-from spectrain.decoding import TargetModel
 from spectrain.methods.options import Nodes, Whole
 from spectrain.methods.rest import Rest
 from spectrain.retrieval.datastore import open_datastore
 from spectrain.retrieval.fusion import RetrievalOptions
+from spectrain.target import TargetModel
 
 TOKENS_ONLY = True  # a serving engine can run it; see loading.py
 

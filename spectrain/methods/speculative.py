@@ -10,28 +10,21 @@ import torch
 from torch import Tensor
 
 from spectrain.decoding.drafter import Context
-from spectrain.decoding.kv_cache import KVCache
-from spectrain.decoding.loading import load_target
-from spectrain.decoding.target import TargetModel, TargetOutput
-from spectrain.decoding.transfer import to_device
-from spectrain.decoding.tree import DraftTree
-from spectrain.decoding.weights import draft_dtype_of
+from spectrain.drafting.budget import ChainBudget
+from spectrain.drafting.draft_chain import PIECE, ChainDrafter, Chains, DraftStep, draft_chain, lengths_of
+from spectrain.drafting.stopping import StopRule
 from spectrain.errors import UserError
 from spectrain.kernels import MOST_TOKENS
-from spectrain.methods.budget import ChainBudget
-from spectrain.methods.draft_chain import (
-    PIECE,
-    ChainDrafter,
-    Chains,
-    DraftStep,
-    draft_chain,
-    lengths_of,
-)
 from spectrain.methods.options import Dtype, Nodes, Whole
-from spectrain.methods.stopping import StopRule
 from spectrain.models.artifacts import fastest_gamma, is_export, read_manifest, trained_acceptance
 from spectrain.models.draft_states import ModelStates, in_vocabulary, known_to
 from spectrain.models.kinds import about
+from spectrain.target.kv_cache import KVCache
+from spectrain.target.loading import load_target
+from spectrain.target.target import TargetModel, TargetOutput
+from spectrain.target.transfer import to_device
+from spectrain.target.tree import DraftTree
+from spectrain.target.weights import draft_dtype_of
 
 DRAFTER = "vanilla"
 GAMMA = 4  # drafted tokens per step

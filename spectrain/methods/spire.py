@@ -19,22 +19,23 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from spectrain.decoding import Context, DraftTree, KVCache, TargetModel, TargetOutput, Verified
-from spectrain.decoding.lean import fused_kernels
-from spectrain.decoding.llama import KeysValues, additive
-from spectrain.decoding.transfer import to_device
-from spectrain.decoding.weights import for_drafting, version
+from spectrain.decoding import Context, Verified
+from spectrain.drafting.budget import AUTO, ChainBudget
+from spectrain.drafting.draft_chain import ChainDrafter, Chains, DraftStep, draft_chain, lengths_of
+from spectrain.drafting.spire_slots import SlotStore
+from spectrain.drafting.stopping import StopRule
 from spectrain.errors import UserError, check_whole
 from spectrain.kernels import MOST_TOKENS, Graphs, padded
-from spectrain.methods.budget import AUTO, ChainBudget
-from spectrain.methods.draft_chain import ChainDrafter, Chains, DraftStep, draft_chain, lengths_of
 from spectrain.methods.options import Dtype, Nodes, Whole
-from spectrain.methods.spire_slots import SlotStore
-from spectrain.methods.stopping import StopRule
 from spectrain.models.artifacts import fastest_gamma, load_spire, trained_acceptance
 from spectrain.models.draft_states import SpireStates
 from spectrain.models.rollout import chunk_tokens, windowed_states
 from spectrain.models.spire import SpireDrafter
+from spectrain.target import DraftTree, KVCache, TargetModel, TargetOutput
+from spectrain.target.lean import fused_kernels
+from spectrain.target.llama import KeysValues, additive
+from spectrain.target.transfer import to_device
+from spectrain.target.weights import for_drafting, version
 
 
 def build(

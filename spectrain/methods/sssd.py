@@ -17,9 +17,9 @@ from typing import Annotated, Literal
 import numpy as np
 import torch
 
-from spectrain.decoding import Context, DraftTree, TargetModel
+from spectrain.decoding import Context
+from spectrain.drafting.lookup import LookupDrafter
 from spectrain.errors import UserError
-from spectrain.methods.lookup import LookupDrafter
 from spectrain.methods.options import Nodes, Whole
 from spectrain.retrieval.calibration import read_calibration
 from spectrain.retrieval.continuation_tree import ContinuationTrie
@@ -34,6 +34,7 @@ from spectrain.retrieval.fusion import (
     input_priors,
     store_priors,
 )
+from spectrain.target import DraftTree, TargetModel
 
 TOKENS_ONLY = True  # a serving engine can run it; see loading.py
 Scale = Annotated[float, "[0, inf)"]

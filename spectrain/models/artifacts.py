@@ -18,13 +18,13 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
 from spectrain.config import conf_dir
-from spectrain.decoding import TargetModel, fingerprint
-from spectrain.decoding.loading import check_finite
 from spectrain.errors import UserError, shown
 from spectrain.models.kinds import about
 from spectrain.models.spire import SpireConfig, SpireDrafter
 from spectrain.stores import locations
 from spectrain.stores.files import read_object, write_json
+from spectrain.target import TargetModel, fingerprint
+from spectrain.target.loading import check_finite
 
 log = logging.getLogger(__name__)
 

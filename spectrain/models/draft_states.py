@@ -13,11 +13,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import PreTrainedTokenizerBase
 
-from spectrain.decoding.fingerprint import fingerprint, module_fingerprint
-from spectrain.decoding.target import TargetModel
 from spectrain.errors import UserError
 from spectrain.models.rollout import rollout
 from spectrain.models.spire import SpireDrafter
+from spectrain.target.fingerprint import fingerprint, module_fingerprint
+from spectrain.target.target import TargetModel
 
 
 class DraftStates(ABC):

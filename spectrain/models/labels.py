@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 from spectrain.decoding.sampling import Sampling, draw_token
-from spectrain.decoding.target import TargetModel
 from spectrain.models.draft_states import DraftStates
+from spectrain.target.target import TargetModel
 
 CHUNK_POSITIONS = 128  # positions whose p and q, [128, V] float32 each, are in memory at a time
 

@@ -20,18 +20,11 @@ from pathlib import Path
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from spectrain.decoding.loading import (
-    DTYPES,
-    check_complete,
-    first_line,
-    load_target,
-    quiet_transformers,
-    read_config,
-)
 from spectrain.errors import UserError
 from spectrain.stores.files import write_json
 from spectrain.stores.folder import MANIFEST, locked, sha256, write_folder
 from spectrain.stores.locations import CHECKPOINTS, MADE, bundled_folder
+from spectrain.target.loading import DTYPES, check_complete, first_line, load_target, quiet_transformers, read_config
 from spectrain.terminal import stage
 
 UNQUANTIZED = {"F32", "F16"}  # types that lose something in bfloat16

@@ -18,11 +18,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from spectrain.decoding.lean import block_state
-from spectrain.decoding.sharded import whole
-from spectrain.decoding.target import TargetModel
 from spectrain.errors import UserError
 from spectrain.models.spire import SpireConfig, SpireDrafter
+from spectrain.target.lean import block_state
+from spectrain.target.sharded import whole
+from spectrain.target.target import TargetModel
 
 NEW = ("pruned", "random")  # what a new drafter starts from
 FIT_TOKENS, FIT_TOKENS_AT_ONCE = 24_000, 4096

@@ -22,8 +22,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from spectrain.decoding.llama import KeysValues, grouped
 from spectrain.models.spire import SpireConfig, SpireDrafter
+from spectrain.target.llama import KeysValues, grouped
 
 
 def rollout(

@@ -25,10 +25,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from spectrain.decoding.llama import KeysValues, LlamaBlock, LlamaShape, Rope, grouped
-from spectrain.decoding.target import FINAL, TargetModel
 from spectrain.errors import UserError
 from spectrain.models.kinds import Kind
+from spectrain.target.llama import KeysValues, LlamaBlock, LlamaShape, Rope, grouped
+from spectrain.target.target import FINAL, TargetModel
 
 KIND = Kind(
     *("drafter", "spire drafter", "spectrain.train +exp=spire"),

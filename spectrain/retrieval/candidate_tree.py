@@ -13,7 +13,7 @@ from functools import cached_property
 
 import numpy as np
 
-from spectrain.decoding.tree import ROOT_PARENT, Source
+from spectrain.target.tree import ROOT_PARENT, Source
 
 
 @dataclass(frozen=True)

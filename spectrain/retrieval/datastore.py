@@ -20,7 +20,6 @@ from pathlib import Path
 
 import numpy as np
 
-from spectrain.decoding import TargetModel, tokenizer_fingerprint
 from spectrain.errors import UserError
 from spectrain.retrieval.suffix_array import (
     MAX_SHARD_TOKENS,
@@ -32,6 +31,7 @@ from spectrain.retrieval.suffix_array import (
 from spectrain.stores import locations
 from spectrain.stores.files import Count, write_json, write_whole
 from spectrain.stores.folder import MANIFEST, FileFacts, StoreKind, sha256
+from spectrain.target import TargetModel, tokenizer_fingerprint
 
 VERSION = 1
 PARTS = ("tokens", "suffixes", "bounds", "pairs", "offsets")

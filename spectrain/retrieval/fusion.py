@@ -20,11 +20,11 @@ from heapq import heappop, heappush
 import numpy as np
 from numba import njit
 
-from spectrain.decoding.tree import ROOT_PARENT, Source
 from spectrain.errors import UserError
 from spectrain.retrieval.candidate_tree import CandidateTree
 from spectrain.retrieval.continuation_tree import CHILD, COUNT, SIBLING, TOKEN, find_child, gather
 from spectrain.retrieval.datastore import Datastore
+from spectrain.target.tree import ROOT_PARENT, Source
 
 OF_DATASTORE = 0  # origins in the order of ties: the datastore, prefixes 1..P of the input, the logits
 DATASTORE, INPUT, LOGITS, ROOT = (int(s) for s in (Source.DATASTORE, Source.INPUT, Source.LOGITS, Source.ROOT))

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from rich.text import Text
 
-from spectrain.decoding import Source
 from spectrain.decoding.text import Reply
+from spectrain.target import Source
 
 COLOURS = {
     Source.FORWARD: "cyan",

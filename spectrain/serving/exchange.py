@@ -8,20 +8,19 @@ import logging
 import time
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import suppress
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from pydantic_core import to_json
 from starlette.responses import Response
 
-from spectrain.decoding import Emitted, Generation, Request, Source
+from spectrain.decoding import Emitted, Generation, Request
 from spectrain.decoding.text import TokenBytes
 from spectrain.errors import UserError
 from spectrain.serving.protocol import ApiError, ChatRequest, Fields, Shape, usage_of
 from spectrain.serving.replies import AnswerText, chat_logprobs, completion_logprobs, statistics_of
+from spectrain.serving.service import Service
 from spectrain.serving.worker import Ticket
-
-if TYPE_CHECKING:
-    from spectrain.serving.server import Service
+from spectrain.target import Source
 
 log = logging.getLogger(__name__)
 

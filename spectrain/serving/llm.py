@@ -21,15 +21,16 @@ from typing import TypedDict, TypeVar, Unpack, overload
 import numpy as np
 import torch
 
-from spectrain.decoding import Drafter, Emitted, Request, Sampling, TargetModel, load_target
+from spectrain.data.turns import clean, read_messages
+from spectrain.decoding import Drafter, Emitted, Request, Sampling
 from spectrain.decoding.sampling import DRAWS
 from spectrain.decoding.text import Pieces, Prompt, Reply, chat_ids, is_one, prompt_ids
-from spectrain.decoding.tree import Source
 from spectrain.errors import UserError, check_choice, check_number, check_whole, shown
 from spectrain.methods.loading import load_method, name_of
 from spectrain.models.packages import dtype_of, target_path
 from spectrain.serving.worker import Ticket, check_not_forked, open_worker
-from spectrain.stores.turns import clean, read_messages
+from spectrain.target import TargetModel, load_target
+from spectrain.target.tree import Source
 
 BYTES = bytes | bytearray | memoryview  # sequences of numbers, which are no token ids
 NEW_TOKENS = 512  # of a continuation, where max_new_tokens is not given

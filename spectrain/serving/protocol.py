@@ -17,9 +17,9 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 from pydantic_core import PydanticCustomError, to_json
 
+from spectrain.data.turns import clean
 from spectrain.decoding import Sampling
 from spectrain.errors import nearest
-from spectrain.stores.turns import clean
 
 MOST_CHOICES = 128  # prompts times n of a request
 MOST_PARTS = 1 << 14  # lists and objects of a request

@@ -9,11 +9,11 @@ from collections.abc import Iterable, Sequence
 
 from transformers import PreTrainedTokenizerBase
 
+from spectrain.data.turns import clean
 from spectrain.decoding import Generation
 from spectrain.decoding.loop import TokenLogprobs
 from spectrain.decoding.text import Pieces, TokenBytes
 from spectrain.stores.files import parse_json
-from spectrain.stores.turns import clean
 
 OPENER = "<tool_call>"
 TOOL_CALL = re.compile(rf"{OPENER}\s*(\{{.*?\}})\s*</tool_call>\s*", re.DOTALL)

@@ -15,9 +15,10 @@ from weakref import WeakKeyDictionary
 
 from transformers import PreTrainedModel
 
-from spectrain.decoding import Drafter, Emitted, Engine, Prefixes, Request, Sampling, TargetModel
+from spectrain.decoding import Drafter, Emitted, Engine, Prefixes, Request, Sampling
 from spectrain.errors import UserError
 from spectrain.stores.environment import free_memory
+from spectrain.target import TargetModel
 
 log = logging.getLogger(__name__)
 

@@ -33,7 +33,7 @@ from spectrain.stores.folder import FileFacts, M, StoreKind, remove_leftovers, w
 
 RESPONSE_COLUMNS = Features(
     {
-        "id": Value("string"),  # of the prompt, unique; see `spectrain.stores.texts.turn_id`
+        "id": Value("string"),  # of the prompt, unique; see `spectrain.data.texts.turn_id`
         "category": Value("string"),
         "prompt": List(Value("int32")),  # token ids as the target read them, chat template applied
         "response": List(Value("int32")),  # token ids; ends with the EOS where one was drawn

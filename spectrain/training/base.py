@@ -13,14 +13,16 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import torch
+from hydra.utils import get_class, instantiate
 from lightning import LightningModule
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.optim import Optimizer
 
-from spectrain.decoding import Drafter, TargetModel
+from spectrain.decoding import Drafter
 from spectrain.errors import UserError
 from spectrain.models.draft_states import DraftStates
+from spectrain.target import TargetModel
 from spectrain.training.data import RowBatch, RowData, Rows
 from spectrain.training.losses import chunk_loss
 from spectrain.training.optim import OptimizerSettings, build_optimizer, warmup_then_down
@@ -226,3 +228,13 @@ class Experiment(ABC):
     @property
     def optimizer(self) -> OptimizerSettings:
         return OptimizerSettings(**self.config["optimizer"])
+
+
+def experiment_type(config: Mapping) -> type[Experiment]:
+    """Return the class that a training's config names as `experiment._target_`."""
+    return get_class(config["experiment"]["_target_"])
+
+
+def open_experiment(run: RunFolder, open_target: Callable[[], TargetModel]) -> Experiment:
+    """Return the experiment of a run, with the source of rows that its config's `data` node names."""
+    return experiment_type(run.config)(run, instantiate(run.config["data"], _convert_="all"), open_target)

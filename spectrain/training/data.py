@@ -76,7 +76,7 @@ class TextBatch:
 
 @dataclass(frozen=True)
 class TokenRows:
-    """Rows of equal length; see `spectrain.stores.packing.PackedRows`."""
+    """Rows of equal length; see `spectrain.data.packing.PackedRows`."""
 
     tokens: Tensor  # [rows, L] int32
     is_response: Tensor | None = None  # [rows, L] bool

@@ -22,11 +22,11 @@ from lightning.pytorch.utilities import rank_zero_only
 from torch.utils._triton import has_triton
 
 from spectrain.config import PACKAGE
-from spectrain.decoding import fingerprint
-from spectrain.decoding.memory import is_out_of_memory
+from spectrain.data.overlap import TRAINED_ON, Sample
 from spectrain.errors import LostRankError, UserError
 from spectrain.stores.environment import commit_of, environment
-from spectrain.stores.overlap import TRAINED_ON, Sample
+from spectrain.target import fingerprint
+from spectrain.target.memory import is_out_of_memory
 from spectrain.terminal import stage
 from spectrain.training.base import Parts
 from spectrain.training.callbacks import (

@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from spectrain.decoding import TargetModel
+from spectrain.data.texts import is_held_out
 from spectrain.decoding.sampling import Uniforms, row_generator
 from spectrain.errors import AllRanksError, UserError
 from spectrain.methods.folders import given_artifacts
@@ -18,7 +18,7 @@ from spectrain.models.draft_states import DraftStates
 from spectrain.models.head import AcceptanceHead, HeadConfig, HeadFacts, save_drafter, save_head
 from spectrain.models.labels import label_texts, mix_tokens
 from spectrain.stores.rows import AcceptanceStore, ResponseStore
-from spectrain.stores.texts import is_held_out
+from spectrain.target import TargetModel
 from spectrain.training.base import Experiment, Parts, Training
 from spectrain.training.checkpoints import load_weights
 from spectrain.training.data import RowData, TextBatch, TextRows, text_rows

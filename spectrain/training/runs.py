@@ -25,9 +25,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
 
-from hydra.utils import get_class, instantiate
 from lightning.pytorch.utilities import rank_zero_only
 from omegaconf import OmegaConf
 from torch import Tensor
@@ -39,10 +37,6 @@ from spectrain.stores.files import read_json, read_yaml, strict, write_json
 from spectrain.stores.folder import digest, locked, refuse_existing, remove_leftovers, write_folder
 from spectrain.stores.locations import CHECKPOINTS
 from spectrain.training.checkpoints import BestFolder, CheckpointFolder, step_of, whole_weights
-
-if TYPE_CHECKING:
-    from spectrain.decoding import TargetModel
-    from spectrain.training.base import Experiment
 
 Curve = dict[int, dict[str, float]]  # step -> metric -> value
 CONFIG, FACTS, SOURCE, EXPORT = "config.yaml", "run.json", "source.json", "export.json"
@@ -237,16 +231,6 @@ class RunFolder:
         """Return the metrics that validation logged of a step's weights; {} where there are none."""
         logged = self.curve().get(step - 1, {})  # the number that Lightning gives the step
         return {name: value for name, value in logged.items() if name.startswith("eval/")}
-
-    def experiment(self, open_target: Callable[[], TargetModel]) -> Experiment:
-        """Return what the config names as `experiment._target_`, with its `data` node; see `training.base`."""
-        data = instantiate(self.config["data"], _convert_="all")
-        return instantiate(self.config["experiment"], _partial_=True)(self, data, open_target)
-
-    @property
-    def experiment_type(self) -> type[Experiment]:
-        """The class of `experiment`."""
-        return get_class(self.config["experiment"]["_target_"])
 
     @property
     def target(self) -> Target:

@@ -37,9 +37,9 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
-from spectrain.decoding.target import Features
 from spectrain.errors import UserError
 from spectrain.stores.signals import SIGNALS
+from spectrain.target.target import Features
 from spectrain.training.data import RowBatch, TokenRows
 
 log = logging.getLogger(__name__)

@@ -35,11 +35,11 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
-from spectrain.decoding import TargetModel
-from spectrain.decoding.masks import document_offsets
-from spectrain.decoding.tables import open_tables
-from spectrain.decoding.target import FINAL, Features
 from spectrain.errors import UserError
+from spectrain.target import TargetModel
+from spectrain.target.embedding_only import open_tables
+from spectrain.target.masks import document_offsets
+from spectrain.target.target import FINAL, Features
 from spectrain.training.served import CONNECT_S, Patience
 
 KEY = "OPENAI_API_KEY"  # as for the commands of data_prep

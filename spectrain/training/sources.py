@@ -21,15 +21,15 @@ from torch import Tensor
 from spectrain.config import training as config_training
 from spectrain.config.commands import Corpus
 from spectrain.config.fields import at
-from spectrain.decoding import Sampling, TargetModel, fingerprint
+from spectrain.data.packing import Packed
+from spectrain.data.row_cache import corpus_rows
+from spectrain.decoding import Sampling
 from spectrain.errors import TooLittleText, UserError
 from spectrain.models.draft_states import DraftStates
 from spectrain.models.head import DrafterFacts
 from spectrain.models.packages import target_path
 from spectrain.stores.features import FeatureStore, newest_features, open_features
 from spectrain.stores.locations import CHECKPOINTS
-from spectrain.stores.packing import Packed
-from spectrain.stores.row_cache import corpus_rows
 from spectrain.stores.rows import (
     AcceptanceStore,
     ResponseStore,
@@ -38,6 +38,7 @@ from spectrain.stores.rows import (
     open_acceptance,
     open_responses,
 )
+from spectrain.target import TargetModel, fingerprint
 from spectrain.training.data import FeatureRows, RowData, TokenRows
 from spectrain.training.served import HiddenStates, ServedRows, key
 from spectrain.training.served_vllm import VllmStates

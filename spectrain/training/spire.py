@@ -12,10 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from spectrain.config.fields import shown
-from spectrain.decoding import Drafter, TargetModel
-from spectrain.decoding.lean import shape_of
-from spectrain.decoding.loading import DTYPES
-from spectrain.decoding.target import FINAL, Features
+from spectrain.decoding import Drafter
 from spectrain.errors import UserError
 from spectrain.methods.spire import Spire
 from spectrain.models.artifacts import WEIGHTS, load_spire, read_manifest, save_spire
@@ -23,6 +20,10 @@ from spectrain.models.pruned_init import FIT_TOKENS, NEW, InputFit, last_layers,
 from spectrain.models.rollout import rollout, root_of_epoch
 from spectrain.models.spire import SpireConfig, SpireDrafter
 from spectrain.stores.folder import digest, sha256
+from spectrain.target import TargetModel
+from spectrain.target.lean import shape_of
+from spectrain.target.loading import DTYPES
+from spectrain.target.target import FINAL, Features
 from spectrain.terminal import stage
 from spectrain.training.base import Experiment, Parts, Training, compile_methods
 from spectrain.training.checkpoints import load_weights

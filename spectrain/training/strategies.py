@@ -22,9 +22,9 @@ from torch.distributed.fsdp import fully_shard, register_fsdp_forward_method
 from torch.distributed.tensor import distribute_tensor
 from torch.optim import Optimizer
 
-from spectrain.decoding.sharded import is_shard, whole
 from spectrain.errors import UserError
 from spectrain.kernels import multiplies
+from spectrain.target.sharded import is_shard, whole
 from spectrain.training.checkpoints import read_file
 
 

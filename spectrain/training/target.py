@@ -11,12 +11,12 @@ from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerBase
 
 from spectrain.config.commands import Corpus
-from spectrain.decoding import TargetModel
-from spectrain.decoding.loading import read_tokenizer
+from spectrain.data.chats import Tally
+from spectrain.data.texts import CORPUS_ADVICE, corpus_documents, train_tokenizer
 from spectrain.models.vanilla import save_pretrained
-from spectrain.stores.chats import Tally
 from spectrain.stores.folder import write_folder
-from spectrain.stores.texts import CORPUS_ADVICE, corpus_documents, train_tokenizer
+from spectrain.target import TargetModel
+from spectrain.target.loading import read_tokenizer
 from spectrain.training.base import Experiment, Parts
 from spectrain.training.checkpoints import load_weights
 from spectrain.training.runs import RunFolder

@@ -9,12 +9,13 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from spectrain.decoding import Drafter, TargetModel
-from spectrain.decoding.llama import in_pieces
-from spectrain.decoding.masks import MOST_MASKED, each_alone, packed_mask
-from spectrain.decoding.modules import find_blocks
+from spectrain.decoding import Drafter
 from spectrain.methods.speculative import Speculative
 from spectrain.models.vanilla import new_vanilla
+from spectrain.target import TargetModel
+from spectrain.target.llama import in_pieces
+from spectrain.target.masks import MOST_MASKED, each_alone, packed_mask
+from spectrain.target.modules import find_blocks
 from spectrain.training.base import Experiment, Parts, Training, compile_methods
 from spectrain.training.checkpoints import load_weights
 from spectrain.training.data import RowBatch

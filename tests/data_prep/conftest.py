@@ -15,9 +15,9 @@ import torch
 
 from data_prep import documents
 from spectrain import cli
-from spectrain.decoding import fingerprint, load_target, tokenizer_fingerprint
+from spectrain.data.texts import train_tokenizer
 from spectrain.stores.rows import AcceptanceStore, ResponseManifest, write_responses
-from spectrain.stores.texts import train_tokenizer
+from spectrain.target import fingerprint, load_target, tokenizer_fingerprint
 from tests.conftest import noisy_copy, tiny_model
 from tests.models.test_artifacts import export_spire
 

@@ -16,14 +16,15 @@ from transformers import AutoTokenizer
 
 from data_prep import labels
 from data_prep.labels import DRAFT_STREAM, Labelling, label_rows
-from spectrain.decoding import Sampling, TargetModel, fingerprint, generate, load_target
+from spectrain.data.texts import train_tokenizer
+from spectrain.decoding import Sampling, generate
 from spectrain.decoding.sampling import row_generator
 from spectrain.methods.autoregressive import Autoregressive
 from spectrain.methods.specdecpp import open_drafter
 from spectrain.models.draft_states import ModelStates
 from spectrain.models.labels import label_texts
 from spectrain.stores.rows import LABEL_COLUMNS, STATE_COLUMNS, open_acceptance
-from spectrain.stores.texts import train_tokenizer
+from spectrain.target import TargetModel, fingerprint, load_target
 from tests.conftest import noisy_copy, random_prompts, tiny_model
 from tests.data_prep.conftest import (
     LONG,

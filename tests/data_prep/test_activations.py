@@ -12,10 +12,10 @@ import pytest
 import torch
 
 from data_prep.capture import ShardParts
-from spectrain.decoding import fingerprint, load_target, tokenizer_fingerprint
+from spectrain.data.packing import pack
+from spectrain.data.texts import read_documents
 from spectrain.stores.features import open_features
-from spectrain.stores.packing import pack
-from spectrain.stores.texts import read_documents
+from spectrain.target import fingerprint, load_target, tokenizer_fingerprint
 from tests import ranks
 from tests.data_prep.conftest import caller, contents, curve, save_responses, source, training_options
 
@@ -118,7 +118,7 @@ def test_a_batch_that_memory_does_not_hold_is_said(capture, asked, monkeypatch):
     def fail(*inputs, **options):
         raise RuntimeError("[enforce fail at alloc_cpu.cpp] DefaultCPUAllocator: can't allocate memory: you tried 9 GB")
 
-    monkeypatch.setattr("spectrain.decoding.target.TargetModel.features", fail)
+    monkeypatch.setattr("spectrain.target.target.TargetModel.features", fail)
     code, _, err = capture(*asked, "out=a")
     assert code == 2
     assert "error: a batch of 3 rows of 32 tokens is too large for the memory of cpu; lower batch_tokens=100" in err

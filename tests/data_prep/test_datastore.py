@@ -14,10 +14,10 @@ from transformers import AutoTokenizer
 
 from data_prep import documents
 from data_prep.select import Scoring, Selection, perplexities, select
-from spectrain.decoding import load_target
+from spectrain.data.texts import is_held_out
 from spectrain.retrieval.datastore import Datastore
 from spectrain.stores.rows import open_responses
-from spectrain.stores.texts import is_held_out
+from spectrain.target import load_target
 from tests.conftest import tiny_model
 from tests.data_prep.conftest import N_ROWS, contents, cut, kept_ids, save_responses, text_of
 from tests.data_prep.fake_server import serving

@@ -13,9 +13,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from spectrain.decoding import load_target
 from spectrain.retrieval.datastore import PARTS
 from spectrain.stores.rows import open_acceptance
+from spectrain.target import load_target
 from tests import ranks
 from tests.data_prep.conftest import (
     build_options,

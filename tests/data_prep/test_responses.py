@@ -13,12 +13,13 @@ from data_prep.answers import Answers, read_questions
 from data_prep.responses import check_answering
 from spectrain.cli import composed
 from spectrain.config import options_of
-from spectrain.decoding import Sampling, fingerprint, generate, load_target, tokenizer_fingerprint
+from spectrain.data.prompts import conversation_ids
+from spectrain.data.texts import STDLIB_HELD_OUT, is_held_out, read_documents
+from spectrain.decoding import Sampling, generate
 from spectrain.errors import UserError
 from spectrain.methods.registry import build_method, method_config
-from spectrain.stores.prompts import conversation_ids
 from spectrain.stores.rows import open_responses
-from spectrain.stores.texts import STDLIB_HELD_OUT, is_held_out, read_documents
+from spectrain.target import fingerprint, load_target, tokenizer_fingerprint
 from tests.data_prep.conftest import contents
 
 SEED = 5

@@ -11,10 +11,10 @@ import pytest
 import torch
 from pyarrow import parquet
 
+from data_prep.openai_client import CompletionServer
 from data_prep.select import Scoring, perplexities, read_scores, token_log_probs, windows_of
-from data_prep.server import CompletionServer
-from spectrain.decoding import TargetModel
 from spectrain.errors import UserError
+from spectrain.target import TargetModel
 from tests.conftest import random_prompts, tiny_model
 from tests.data_prep.fake_server import completion, serving
 from tests.models.test_artifacts import tiny_tokenizer

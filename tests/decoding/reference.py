@@ -8,7 +8,8 @@ import torch
 from torch import Tensor
 from transformers import GenerationConfig, PreTrainedModel
 
-from spectrain.decoding import Context, Drafter, DraftTree, Source
+from spectrain.decoding import Context, Drafter
+from spectrain.target import DraftTree, Source
 
 
 def greedy_by_full_forwards(

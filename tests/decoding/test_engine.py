@@ -7,12 +7,13 @@ import numpy as np
 import pytest
 import torch
 
-from spectrain.decoding import Engine, KVCache, Prefixes, Request, Sampling, TargetModel, generate
+from spectrain.decoding import Engine, Prefixes, Request, Sampling, generate
 from spectrain.decoding import engine as engine_module
 from spectrain.decoding import prefixes as prefixes_module
 from spectrain.errors import UserError
 from spectrain.methods.autoregressive import Autoregressive
 from spectrain.methods.registry import method_names
+from spectrain.target import KVCache, TargetModel
 from tests.conftest import EOS_ID, random_prompts, tiny_model
 from tests.decoding.reference import greedy_by_full_forwards
 from tests.decoding.test_loop import OF_EACH_ENGINE, artifacts, drafter_of
@@ -25,7 +26,7 @@ MEMORY = 1 << 22  # bytes, of kept texts
 def short_pieces(monkeypatch):
     monkeypatch.setitem(engine_module.PIECE, "cpu", 8)
     monkeypatch.setattr(prefixes_module, "LEAST_TOKENS", 4)
-    monkeypatch.setattr("spectrain.decoding.target.NEAR", 2)
+    monkeypatch.setattr("spectrain.target.target.NEAR", 2)
 
 
 @lru_cache

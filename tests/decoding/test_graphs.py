@@ -13,10 +13,11 @@ import pytest
 import torch
 from torch.utils import _pytree as pytree
 
-from spectrain.decoding import TargetModel, generate, stream
+from spectrain.decoding import generate, stream
 from spectrain.errors import UserError
 from spectrain.kernels.cuda.graphs import Graphs, unique
 from spectrain.methods.autoregressive import Autoregressive
+from spectrain.target import TargetModel
 from tests.conftest import random_prompts, tiny_model
 from tests.decoding.reference import ScriptedDrafter, greedy_by_full_forwards
 from tests.decoding.test_host_reads import EACH_SAMPLED_OR_NOT, SAMPLINGS

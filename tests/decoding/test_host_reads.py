@@ -16,14 +16,15 @@ from pathlib import Path
 import pytest
 from omegaconf import OmegaConf
 
-from spectrain.decoding import Drafter, Sampling, TargetModel, generate, rehearsal
+from spectrain.decoding import Drafter, Sampling, generate, graph_capture
 from spectrain.decoding.loop import Batch
 from spectrain.decoding.sampling import Uniforms
+from spectrain.drafting.draft_chain import PIECE
+from spectrain.drafting.draft_tree import LEVELS
+from spectrain.drafting.step_costs import Paced
 from spectrain.kernels import Graphs
-from spectrain.methods.draft_chain import PIECE
-from spectrain.methods.draft_tree import LEVELS
 from spectrain.methods.registry import BASELINE, build_method, method_config, method_names, with_papers_nodes
-from spectrain.methods.seconds import Paced
+from spectrain.target import TargetModel
 from tests.conftest import VOCAB_SIZE, noisy_copy, random_prompts, tiny_model
 from tests.decoding.reference import greedy_by_full_forwards
 from tests.decoding.test_loop import SMALL
@@ -200,7 +201,7 @@ def test_nothing_is_recorded_after_the_rehearsal_while_a_batch_drains(name, how,
     start = Batch.join
 
     def noted(batch: Batch, *given):
-        if not isinstance(batch.drafter, rehearsal._Rehearsal | Paced):
+        if not isinstance(batch.drafter, graph_capture._Rehearsal | Paced):
             began.append({key for graphs in all_graphs for key in graphs._recorded})
         return start(batch, *given)
 

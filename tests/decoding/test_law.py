@@ -22,19 +22,20 @@ from scipy.stats import chisquare
 from transformers import PreTrainedModel
 
 from spectrain import kernels
-from spectrain.decoding import Context, Drafter, Sampling, TargetModel, Verified, generate, loop, verify
-from spectrain.decoding.lean import shape_of
+from spectrain.decoding import Context, Drafter, Sampling, Verified, generate, loop, verify
 from spectrain.decoding.noise import SharedNoise
-from spectrain.decoding.weights import on_cpu
+from spectrain.drafting.budget import ChainBudget, TreeBudget
+from spectrain.drafting.stopping import HeadStop, StopRule
 from spectrain.methods.auto import Auto
-from spectrain.methods.budget import ChainBudget, TreeBudget
 from spectrain.methods.registry import method_names
 from spectrain.methods.speculative import Speculative
 from spectrain.methods.spire import Spire
-from spectrain.methods.stopping import HeadStop, StopRule
 from spectrain.models.head import AcceptanceHead, HeadConfig
 from spectrain.models.pruned_init import last_layers, new_drafter
 from spectrain.models.spire import SpireConfig
+from spectrain.target import TargetModel
+from spectrain.target.lean import shape_of
+from spectrain.target.weights import on_cpu
 from tests.conftest import tiny_model
 from tests.decoding.reference import ScriptedDrafter
 from tests.methods.every import Artifacts, build, build_auto

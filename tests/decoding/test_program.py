@@ -10,11 +10,12 @@ from dataclasses import replace
 import pytest
 import torch
 
-from spectrain.decoding import DraftTree, KVCache, TargetModel, generate, stream
-from spectrain.decoding import forward as module
-from spectrain.decoding import target as target_module
+from spectrain.decoding import generate, stream
 from spectrain.kernels.cpu.attention import CHUNK
 from spectrain.methods.autoregressive import Autoregressive
+from spectrain.target import DraftTree, KVCache, TargetModel
+from spectrain.target import forward as module
+from spectrain.target import target as target_module
 from tests.conftest import VOCAB_SIZE, random_prompts, tiny_model
 from tests.decoding.reference import greedy_by_full_forwards, random_parents, tree_of
 

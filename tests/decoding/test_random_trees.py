@@ -8,8 +8,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from spectrain import kernels
-from spectrain.decoding import DraftTree, Sampling, verify
+from spectrain.decoding import Sampling, verify
 from spectrain.decoding.sampling import Uniforms, row_generator
+from spectrain.target import DraftTree
 from tests.conftest import tiny_model
 from tests.decoding.reference import slow_ancestors, tree_of
 

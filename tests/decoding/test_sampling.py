@@ -8,14 +8,15 @@ from scipy.stats import chisquare
 from transformers import MinPLogitsWarper, TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
 from spectrain import kernels
-from spectrain.decoding import Engine, Request, TargetModel, generate
+from spectrain.decoding import Engine, Request, generate
 from spectrain.decoding.sampling import RowSampling, Sampling, Uniforms, draw_token, row_generator
+from spectrain.drafting.draft_tree import TreeDrafter
 from spectrain.errors import UserError
 from spectrain.kernels.reference import draw_by_noise, mixed
 from spectrain.methods.autoregressive import Autoregressive
-from spectrain.methods.draft_tree import TreeDrafter
 from spectrain.methods.pld import PromptLookup
 from spectrain.methods.speculative import Speculative
+from spectrain.target import TargetModel
 from tests.conftest import noisy_copy, random_prompts, tiny_model
 
 

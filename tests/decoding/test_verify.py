@@ -10,9 +10,10 @@ import torch
 from scipy.stats import chisquare
 
 from spectrain import kernels
-from spectrain.decoding import DraftTree, Sampling, Verified, verify
+from spectrain.decoding import Sampling, Verified, verify
 from spectrain.decoding.sampling import Uniforms, row_generator
 from spectrain.errors import UserError
+from spectrain.target import DraftTree
 
 ALPHA = 1e-4
 ANY = Sampling(temperature=1.0)

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import httpx
 
-from spectrain.decoding import TargetModel
+from spectrain.target import TargetModel
 
 DRIVER = Path(__file__).parent / "driver.py"
 # Offline, and one thread in each process.

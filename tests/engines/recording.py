@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from spectrain.serving.vllm_proposer import LookupProposer
+from spectrain.exports.vllm_proposer import LookupProposer
 
 CALLS: list[dict] = []
 

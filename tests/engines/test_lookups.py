@@ -8,13 +8,14 @@ from pathlib import Path
 import pytest
 
 from spectrain import load_method
-from spectrain.decoding import TargetModel, generate
+from spectrain.decoding import generate
 from spectrain.methods.autoregressive import Autoregressive
+from spectrain.target import TargetModel
 from tests.conftest import random_prompts, tiny_model
 from tests.engines.engine import Engine, saved
+from tests.exports.test_vllm_proposer import branch_of_our_loop
 from tests.methods.lookup_export import OPTIONS, export_lookup
 from tests.models.test_artifacts import tiny_tokenizer
-from tests.serving.test_vllm_proposer import branch_of_our_loop
 
 pytestmark = pytest.mark.slow
 SPECULATIVE = {"method": "custom_class", "model": "recording.Recording", "num_speculative_tokens": 5}
@@ -77,7 +78,7 @@ def test_served_text_is_the_targets_own_and_drafts_are_those_of_our_loop(
 
 
 def test_a_server_answers_with_the_targets_own_text_and_counts_what_it_accepted(serve, target, prompts, own, exported):
-    config = {**SPECULATIVE, "model": "spectrain.serving.vllm_proposer.LookupProposer"}
+    config = {**SPECULATIVE, "model": "spectrain.exports.vllm_proposer.LookupProposer"}
     server = serve(saved(target, exported["sssd"].parent), config, SIZES, SPECTRAIN_LOOKUP=str(exported["sssd"]))
     lines = server.said().splitlines()
     (warning,) = (i for i, line in enumerate(lines) if "sampled text is wrong with any speculative method" in line)

@@ -8,15 +8,16 @@ from pathlib import Path
 import pytest
 import torch
 
-from spectrain.decoding import TargetModel, fingerprint, generate
-from spectrain.decoding.lean import shape_of
-from spectrain.decoding.target import FINAL
+from spectrain.decoding import generate
 from spectrain.exports.vllm_folder import write_vllm_folder
 from spectrain.methods.autoregressive import Autoregressive
 from spectrain.methods.spire import Spire
 from spectrain.models.artifacts import save_spire
 from spectrain.models.pruned_init import last_layers, new_drafter
 from spectrain.models.spire import SpireConfig, SpireDrafter
+from spectrain.target import TargetModel, fingerprint
+from spectrain.target.lean import shape_of
+from spectrain.target.target import FINAL
 from tests.conftest import random_prompts, tiny_model
 from tests.engines.engine import Engine, EngineError
 from tests.methods.drafts import leaves

@@ -8,8 +8,9 @@ import pytest
 from transformers import PreTrainedModel
 
 from spectrain import load_method
-from spectrain.decoding import Generation, Sampling, TargetModel, generate
+from spectrain.decoding import Generation, Sampling, generate
 from spectrain.methods.autoregressive import Autoregressive
+from spectrain.target import TargetModel
 from tests.conftest import noisy_copy, random_prompts, tiny_model
 from tests.decoding import test_law as law
 from tests.engines.engine import Engine, saved

@@ -18,8 +18,9 @@ import numpy as np
 import pytest
 
 from spectrain import load_method, load_target
-from spectrain.decoding import Sampling, TargetModel, generate, tokenizer_fingerprint
+from spectrain.decoding import Sampling, generate
 from spectrain.retrieval.datastore import Manifest, write_manifest, write_shard
+from spectrain.target import TargetModel, tokenizer_fingerprint
 
 pytestmark = [pytest.mark.slow, pytest.mark.shipped]
 N_PROMPTS = int(os.environ.get("GOLDEN_PROMPTS", "3"))

@@ -7,8 +7,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from spectrain.decoding import DraftTree, TargetModel, generate
+from spectrain.decoding import generate
 from spectrain.methods.autoregressive import Autoregressive
+from spectrain.target import DraftTree, TargetModel
 from tests.conftest import random_prompts, tiny_model
 from tests.decoding.reference import random_parents, tree_of
 

@@ -6,12 +6,13 @@ import pytest
 import torch
 from omegaconf import OmegaConf
 
-from spectrain.decoding import Drafter, DraftTree, Sampling, TargetModel, generate
+from spectrain.decoding import Drafter, Sampling, generate
 from spectrain.methods.registry import build_method, method_config, method_names, with_papers_nodes
+from spectrain.target import DraftTree, TargetModel
 from tests.conftest import VOCAB_SIZE, random_prompts, tiny_model
 from tests.decoding.reference import greedy_by_full_forwards, random_parents, tree_of
-from tests.decoding.test_lean import MODELS
 from tests.decoding.test_loop import LENGTHS, N_NEW, SMALL, artifacts
+from tests.target.test_lean import MODELS
 from tests.training.test_compiled import check
 
 pytestmark = pytest.mark.gpu

@@ -13,12 +13,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from spectrain.decoding import DraftTree, KVCache, TargetModel, generate
-from spectrain.decoding.llama import LlamaBlock, LlamaShape, Rope
+from spectrain.decoding import generate
+from spectrain.drafting import spire_slots
 from spectrain.kernels.cuda import operations
-from spectrain.methods import spire_slots
 from spectrain.methods.autoregressive import Autoregressive
 from spectrain.methods.spire import Spire
+from spectrain.target import DraftTree, KVCache, TargetModel
+from spectrain.target.llama import LlamaBlock, LlamaShape, Rope
 from tests.conftest import random_prompts, tiny_model
 from tests.decoding.reference import random_parents, tree_of
 from tests.models.test_spire import ENGINE, make

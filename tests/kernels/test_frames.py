@@ -4,12 +4,13 @@ import sys
 
 import torch
 
-from spectrain.decoding import TargetModel, generate
-from spectrain.decoding.lean import shape_of
+from spectrain.decoding import generate
 from spectrain.kernels.cpu.running import Table
 from spectrain.methods.spire import Spire
 from spectrain.models.pruned_init import last_layers, new_drafter
 from spectrain.models.spire import SpireConfig
+from spectrain.target import TargetModel
+from spectrain.target.lean import shape_of
 from tests.conftest import random_prompts, tiny_model
 
 MOST_FRAMES = 6

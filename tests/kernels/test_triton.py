@@ -15,11 +15,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from spectrain.decoding import TargetModel, lean
-from spectrain.decoding.kv_cache import KVCache
-from spectrain.decoding.masks import Nodes
 from spectrain.errors import UserError
 from spectrain.kernels.cuda.available import why_no_kernels
+from spectrain.target import TargetModel, lean
+from spectrain.target.kv_cache import KVCache
+from spectrain.target.masks import Nodes
 from tests.conftest import tiny_model
 
 SMALL_CARD_BYTES = 101_376  # of memory that a program can have on a multiprocessor of the RTX 30 and 40 series
@@ -66,7 +66,7 @@ def card(monkeypatch, tmp_path):
 
 def step(m: int, dtype: torch.dtype, family: str = "llama_gqa", capacity: int = 128) -> None:
     """Run a step of a root, or of a chain, through the kernels."""
-    from spectrain.decoding import fused
+    from spectrain.target import fused
 
     decoder = TargetModel(tiny_model(family, num_hidden_layers=1).to(dtype))._engine.decoder
     cache = KVCache(1, n_tokens=capacity)

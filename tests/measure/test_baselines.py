@@ -7,7 +7,7 @@ import pytest
 import torch
 from transformers import CompileConfig
 
-from spectrain.decoding import Generation, Sampling, TargetModel, generate
+from spectrain.decoding import Generation, Sampling, generate
 from spectrain.measure.baselines import (
     BASELINES,
     COMPILED,
@@ -21,6 +21,7 @@ from spectrain.measure.benchmark import preparations
 from spectrain.methods.autoregressive import Autoregressive
 from spectrain.methods.pld import PromptLookup
 from spectrain.methods.speculative import Speculative
+from spectrain.target import TargetModel
 from tests.conftest import noisy_copy, random_prompts, tiny_model
 
 

@@ -6,11 +6,12 @@ from dataclasses import replace
 import pytest
 import torch
 
-from spectrain.decoding import TargetModel, generate
+from spectrain.data.prompts import Question
+from spectrain.decoding import generate
 from spectrain.kernels import Graphs
 from spectrain.measure.benchmark import Benchmark
 from spectrain.methods.autoregressive import Autoregressive
-from spectrain.stores.prompts import Question
+from spectrain.target import TargetModel
 from tests.conftest import tiny_model
 from tests.models.test_artifacts import tiny_tokenizer
 

@@ -6,11 +6,12 @@ from collections import Counter
 
 import pytest
 
-from spectrain.decoding import Generation, Sampling, TargetModel
+from spectrain.data.prompts import Question
+from spectrain.decoding import Generation, Sampling
 from spectrain.measure.benchmark import Benchmark
 from spectrain.measure.recommend import AUTO, FEWEST, Halving
 from spectrain.methods.registry import BASELINE
-from spectrain.stores.prompts import Question
+from spectrain.target import TargetModel
 from tests.conftest import tiny_model
 from tests.models.test_artifacts import tiny_tokenizer
 

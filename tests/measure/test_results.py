@@ -4,10 +4,11 @@ from dataclasses import replace
 
 import pytest
 
-from spectrain.decoding import Generation, Source
+from spectrain.data.prompts import Question
+from spectrain.decoding import Generation
 from spectrain.decoding.generation import Choices
 from spectrain.measure.results import BASELINE, QuestionRow, question_row, summarise
-from spectrain.stores.prompts import Question
+from spectrain.target import Source
 
 ROOT, INPUT, LOGITS = int(Source.ROOT), int(Source.INPUT), int(Source.LOGITS)
 KINDS = {BASELINE: "method", "lookup": "method", "hf_generate": "peer"}

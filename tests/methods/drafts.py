@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import torch
 
-from spectrain.decoding import Context, Drafter, DraftTree, Sampling, Source
+from spectrain.decoding import Context, Drafter, Sampling
+from spectrain.target import DraftTree, Source
 
 
 def rooted(texts: list[list[int]], room: int = 100, last_logits: torch.Tensor | None = None) -> Context:

@@ -13,8 +13,9 @@ import torch
 from omegaconf import OmegaConf
 from transformers import PreTrainedModel
 
-from spectrain.decoding import Drafter, TargetModel, tokenizer_fingerprint
+from spectrain.decoding import Drafter
 from spectrain.methods.registry import build_method, method_config, with_papers_nodes
+from spectrain.target import TargetModel, tokenizer_fingerprint
 from tests.models.test_artifacts import export_spire, export_vanilla, tiny_tokenizer
 from tests.models.test_head import export_head
 from tests.retrieval.reference import make_store

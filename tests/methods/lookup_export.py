@@ -6,7 +6,7 @@ import json
 import shutil
 from pathlib import Path
 
-from spectrain.decoding import TargetModel, tokenizer_fingerprint
+from spectrain.target import TargetModel, tokenizer_fingerprint
 from tests.conftest import random_prompts
 from tests.retrieval.reference import make_store
 

@@ -1,7 +1,7 @@
 """ANPD: the chain of the likeliest tokens, worked out by hand, and that it changes no text."""
 
-from spectrain.decoding import Source
 from spectrain.methods.anpd import AdaptiveNgram
+from spectrain.target import Source
 from tests.methods.drafts import proposed
 
 

@@ -6,17 +6,18 @@ import numpy as np
 import pytest
 import torch
 
-from spectrain.decoding import DraftTree, KVCache, Sampling, Source, TargetModel, Verified, generate
-from spectrain.decoding.tree import ROOT_PARENT
-from spectrain.methods import spire_slots
+from spectrain.decoding import Sampling, Verified, generate
+from spectrain.drafting import spire_slots
+from spectrain.drafting.draft_tree import Asking, TreeDrafter
+from spectrain.drafting.model_candidates import N_KINDS, N_SHARES, join
 from spectrain.methods.auto import Auto
 from spectrain.methods.autoregressive import Autoregressive
-from spectrain.methods.draft_tree import Asking, TreeDrafter
-from spectrain.methods.model_candidates import N_KINDS, N_SHARES, join
 from spectrain.methods.speculative import Speculative
 from spectrain.methods.spire import Spire
 from spectrain.methods.sssd import Sssd, SssdOptions
 from spectrain.models.rollout import rollout
+from spectrain.target import DraftTree, KVCache, Source, TargetModel
+from spectrain.target.tree import ROOT_PARENT
 from tests.conftest import VOCAB_SIZE, random_prompts, tiny_model
 from tests.methods.test_spire import INPUTS, ForcedContext
 from tests.models.test_spire import make

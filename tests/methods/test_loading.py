@@ -10,14 +10,15 @@ import pytest
 import torch
 
 from spectrain import load_method
-from spectrain.decoding import TargetModel, generate
+from spectrain.decoding import generate
+from spectrain.drafting.stopping import HeadStop
 from spectrain.errors import UserError
 from spectrain.methods.options import plain_options
 from spectrain.methods.registry import method_config, method_names
 from spectrain.methods.speculative import Speculative
 from spectrain.methods.spire import Spire
-from spectrain.methods.stopping import HeadStop
 from spectrain.models.head import DrafterFacts, save_drafter
+from spectrain.target import TargetModel
 from tests.conftest import random_prompts, tiny_model
 from tests.methods.lookup_export import OPTIONS, export_lookup
 from tests.models.test_artifacts import export_spire, export_vanilla, tiny_tokenizer

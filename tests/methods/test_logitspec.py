@@ -3,12 +3,13 @@
 import pytest
 import torch
 
-from spectrain.decoding import DraftTree, Source, TargetModel, generate
+from spectrain.decoding import generate
 from spectrain.errors import UserError
 from spectrain.methods import logitspec
 from spectrain.methods.logitspec import LogitSpec
 from spectrain.retrieval.candidate_tree import CandidateTree
 from spectrain.retrieval.fusion import RetrievalOptions, Retriever
+from spectrain.target import DraftTree, Source, TargetModel
 from tests.conftest import VOCAB_SIZE, random_prompts, tiny_model
 from tests.methods.drafts import leaves, paths, proposed
 from tests.retrieval.reference import make_store

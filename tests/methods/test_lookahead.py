@@ -3,9 +3,10 @@
 import pytest
 import torch
 
-from spectrain.decoding import Context, KVCache, Sampling, Source, TargetOutput, Verified, generate
+from spectrain.decoding import Context, Sampling, Verified, generate
+from spectrain.drafting.lookup import LookupDrafter
 from spectrain.methods.lookahead import Lookahead, LookaheadRow
-from spectrain.methods.lookup import LookupDrafter
+from spectrain.target import KVCache, Source, TargetOutput
 from tests.conftest import VOCAB_SIZE, random_prompts
 from tests.decoding.reference import greedy_by_full_forwards
 from tests.methods.drafts import leaves

@@ -16,10 +16,11 @@ from transformers import (
 )
 from transformers.models.llama import modeling_llama
 
-from spectrain.decoding import Context, KVCache, Sampling, TargetModel, generate
+from spectrain.decoding import Context, Sampling, generate
 from spectrain.errors import UserError
 from spectrain.methods.autoregressive import Autoregressive
 from spectrain.methods.magicdec import MagicDec
+from spectrain.target import KVCache, TargetModel
 from tests.conftest import COMMON, random_prompts, tiny_model
 
 

@@ -6,9 +6,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from transformers.generation.candidate_generator import PromptLookupCandidateGenerator
 
-from spectrain.decoding import Source, generate
+from spectrain.decoding import generate
 from spectrain.methods.pld import PromptLookup
 from spectrain.retrieval.ngram_table import PositionTable
+from spectrain.target import Source
 from tests.conftest import random_prompts
 from tests.methods.drafts import proposed
 

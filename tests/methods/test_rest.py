@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from spectrain.decoding import Source
 from spectrain.methods.rest import Rest
 from spectrain.retrieval.candidate_tree import CandidateTree
 from spectrain.retrieval.fusion import RetrievalOptions
+from spectrain.target import Source
 from tests.retrieval.reference import make_store
 
 V = 200

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import pytest
 
-from spectrain.decoding import Source, TargetModel
 from spectrain.methods import spectra_retrieval
 from spectrain.methods.spectra_core import CoreOptions, SpectraCore
 from spectrain.retrieval.candidate_tree import CandidateTree
 from spectrain.retrieval.fusion import RetrievalOptions, Retriever
+from spectrain.target import Source, TargetModel
 from tests.conftest import tiny_model
 from tests.retrieval.reference import make_store
 

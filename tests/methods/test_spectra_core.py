@@ -4,10 +4,10 @@ import random
 
 import pytest
 
-from spectrain.decoding import Source
 from spectrain.errors import UserError
 from spectrain.methods.spectra_core import CoreOptions, CoreRow, NgramStorage, SpectraCore, build
 from spectrain.retrieval.candidate_tree import CandidateTree
+from spectrain.target import Source
 from tests.methods.drafts import leaves
 from tests.methods.test_lookahead import Walk
 

@@ -5,11 +5,12 @@ import torch
 from tokenizers import Tokenizer, models
 from transformers import PreTrainedTokenizerFast
 
-from spectrain.decoding import KVCache, Sampling, TargetModel, generate
+from spectrain.decoding import Sampling, generate
+from spectrain.drafting.draft_tree import TreeDrafter
 from spectrain.errors import UserError
 from spectrain.methods.autoregressive import Autoregressive
-from spectrain.methods.draft_tree import TreeDrafter
 from spectrain.methods.speculative import Speculative
+from spectrain.target import KVCache, TargetModel
 from tests.conftest import noisy_copy, random_prompts, tiny_model
 from tests.decoding.reference import cached_states
 from tests.decoding.test_loop import word_tokenizer

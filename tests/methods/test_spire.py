@@ -5,16 +5,17 @@ from __future__ import annotations
 import pytest
 import torch
 
-from spectrain.decoding import Context, DraftTree, KVCache, Sampling, TargetModel, Verified, generate
-from spectrain.decoding.target import FINAL
-from spectrain.decoding.weights import Int8Linear, RowsLinear, on_cpu
+from spectrain.decoding import Context, Sampling, Verified, generate
+from spectrain.drafting.stopping import HeadStop, StopRule, UnsureStop
 from spectrain.errors import UserError
 from spectrain.methods import spire
 from spectrain.methods.autoregressive import Autoregressive
 from spectrain.methods.spire import Spire
-from spectrain.methods.stopping import HeadStop, StopRule, UnsureStop
 from spectrain.models.head import AcceptanceHead, HeadConfig
 from spectrain.models.rollout import rollout
+from spectrain.target import DraftTree, KVCache, TargetModel
+from spectrain.target.target import FINAL
+from spectrain.target.weights import Int8Linear, RowsLinear, on_cpu
 from tests.conftest import VOCAB_SIZE, random_prompts, tiny_model
 from tests.models.test_spire import ENGINE, make
 

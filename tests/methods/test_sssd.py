@@ -8,10 +8,11 @@ import numpy as np
 import pytest
 import torch
 
-from spectrain.decoding import Source, TargetModel, generate
+from spectrain.decoding import generate
 from spectrain.errors import UserError
 from spectrain.methods.sssd import Discounts, Sssd, SssdOptions, branch_of
 from spectrain.retrieval.fusion import N_EACH
+from spectrain.target import Source, TargetModel
 from tests.conftest import random_prompts, tiny_model
 from tests.methods.drafts import paths, proposed
 from tests.retrieval.reference import make_store

@@ -13,8 +13,8 @@ from torch import Tensor
 from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
-from spectrain.decoding.llama import LlamaBlock
 from spectrain.models.spire import SpireDrafter
+from spectrain.target.llama import LlamaBlock
 
 
 def slow_rollout(

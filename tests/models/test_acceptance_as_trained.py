@@ -20,11 +20,12 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from spectrain.decoding import Drafter, Sampling, TargetModel, generate
+from spectrain.decoding import Drafter, Sampling, generate
 from spectrain.measure.statistics import of_sums
 from spectrain.methods.speculative import Speculative
 from spectrain.methods.spire import Spire
 from spectrain.models.rollout import rollout
+from spectrain.target import TargetModel
 from tests.conftest import noisy_copy, random_prompts, tiny_model
 from tests.models.test_spire import make
 

@@ -13,11 +13,9 @@ from safetensors import safe_open
 from tokenizers import Tokenizer, models
 from transformers import AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerFast
 
-from spectrain.decoding import TargetModel, fingerprint
-from spectrain.decoding.lean import shape_of
+from spectrain.drafting.budget import ChainBudget
 from spectrain.errors import UserError
 from spectrain.methods import speculative, spire
-from spectrain.methods.budget import ChainBudget
 from spectrain.models.artifacts import (
     MANIFEST,
     decoded_by,
@@ -32,6 +30,8 @@ from spectrain.models.artifacts import (
 from spectrain.models.pruned_init import last_layers, new_drafter
 from spectrain.models.spire import SpireConfig
 from spectrain.models.vanilla import new_vanilla
+from spectrain.target import TargetModel, fingerprint
+from spectrain.target.lean import shape_of
 from tests.conftest import EOS_ID, VOCAB_SIZE, tiny_model
 
 

@@ -8,8 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from spectrain.decoding import Sampling, TargetModel, fingerprint
-from spectrain.decoding.weights import DRAFT_DTYPES
+from spectrain.decoding import Sampling
 from spectrain.errors import UserError
 from spectrain.methods.specdecpp import build, open_drafter
 from spectrain.models.artifacts import trained_artifact, write_manifest
@@ -21,6 +20,8 @@ from spectrain.models.head import (
     read_head_facts,
     save_head,
 )
+from spectrain.target import TargetModel, fingerprint
+from spectrain.target.weights import DRAFT_DTYPES
 from tests.conftest import tiny_model
 from tests.models.test_artifacts import export_spire, export_vanilla, tiny_tokenizer
 

@@ -12,11 +12,12 @@ import torch
 from torch import Tensor
 from transformers import MinPLogitsWarper, TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
-from spectrain.decoding import Sampling, TargetModel
-from spectrain.decoding.fingerprint import module_fingerprint
+from spectrain.decoding import Sampling
 from spectrain.models.draft_states import DraftStates, ModelStates, SpireStates
 from spectrain.models.labels import LabelledTexts, label_texts, mix_tokens
 from spectrain.models.spire import SpireDrafter
+from spectrain.target import TargetModel
+from spectrain.target.fingerprint import module_fingerprint
 from tests.conftest import FAMILIES, SCALED, VOCAB_SIZE, WINDOWED, noisy_copy, tiny_model
 from tests.models.spire_reference import slow_rollout
 from tests.models.test_spire import make as make_spire

@@ -12,11 +12,11 @@ from spectrain import load_method, load_target
 from spectrain.decoding import generate
 from spectrain.decoding.text import Reply
 from spectrain.errors import UserError
+from spectrain.exports.cards import TEMPLATES
+from spectrain.exports.exporting import DECODE
 from spectrain.methods.autoregressive import Autoregressive
 from spectrain.methods.folders import find_artifact
 from spectrain.retrieval.datastore import largest_datastore, open_datastore
-from spectrain.serving.cards import TEMPLATES
-from spectrain.serving.exporting import DECODE
 from spectrain.stores.locations import SHIPPED, SHIPPED_STORES, shipped_folders
 from tests.models.test_artifacts import export_spire
 

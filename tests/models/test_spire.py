@@ -8,14 +8,14 @@ import pytest
 import torch
 from transformers.models.llama.modeling_llama import apply_rotary_pos_emb, repeat_kv
 
-from spectrain.decoding import TargetModel
-from spectrain.decoding.lean import shape_of
-from spectrain.decoding.llama import attention, grouped
-from spectrain.decoding.target import FINAL
 from spectrain.errors import UserError
 from spectrain.models.pruned_init import last_layers, new_drafter
 from spectrain.models.rollout import rollout
 from spectrain.models.spire import SpireConfig, SpireDrafter
+from spectrain.target import TargetModel
+from spectrain.target.lean import shape_of
+from spectrain.target.llama import attention, grouped
+from spectrain.target.target import FINAL
 from tests.conftest import VOCAB_SIZE, tiny_model
 from tests.models.spire_reference import slow_rollout
 

@@ -4,9 +4,10 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from spectrain.decoding import Context, DraftTree, Sampling, Source
-from spectrain.methods.lookup import LookupDrafter
+from spectrain.decoding import Context, Sampling
+from spectrain.drafting.lookup import LookupDrafter
 from spectrain.retrieval.candidate_tree import NO_PROBES, CandidateTree, ProbeShape, as_drafts
+from spectrain.target import DraftTree, Source
 
 GUESSES = st.lists(st.tuples(st.lists(st.integers(0, 2), max_size=6), st.sampled_from([3, 4, 5])), max_size=12)
 

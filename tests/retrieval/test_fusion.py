@@ -6,7 +6,6 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from spectrain.decoding.tree import Source
 from spectrain.retrieval.continuation_tree import ContinuationTrie
 from spectrain.retrieval.fusion import (
     LOGITS_PRIORS,
@@ -21,6 +20,7 @@ from spectrain.retrieval.fusion import (
     input_priors,
     store_priors,
 )
+from spectrain.target.tree import Source
 from tests.retrieval.reference import continuations, fused, index_in_memory, longest, prefix_counts, text_counts
 from tests.retrieval.test_suffix_array import DOCUMENTS, TOKEN, VOCAB_SIZE
 

@@ -17,7 +17,7 @@ from spectrain.decoding import Sampling
 from spectrain.methods.autoregressive import Autoregressive
 from spectrain.serve import Server, bound, listen, port_of
 from spectrain.serving.access import Access
-from spectrain.serving.server import Limits, Service
+from spectrain.serving.service import Limits, Service
 from spectrain.serving.worker import open_worker
 
 TEMPLATE = (

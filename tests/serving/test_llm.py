@@ -23,10 +23,11 @@ import torch
 
 import spectrain
 from spectrain import LLM, load_method, load_target
-from spectrain.decoding import Engine, Sampling, Source, generate
+from spectrain.decoding import Engine, Sampling, generate
 from spectrain.errors import UserError
 from spectrain.methods.autoregressive import Autoregressive
 from spectrain.serving.llm import Options
+from spectrain.target import Source
 from tests.conftest import TEMPLATE
 
 PROMPT = "def read_config(path):"

@@ -18,13 +18,13 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from data_prep.answers import Answering, Prompt
-from data_prep.server import CompletionServer, read_completion
+from data_prep.openai_client import CompletionServer, read_completion
 from spectrain import serve
 from spectrain.decoding import Sampling, generate
 from spectrain.methods.autoregressive import Autoregressive
-from spectrain.serving import server
+from spectrain.serving import server, service
 from spectrain.serving.access import Access
-from spectrain.serving.server import Limits
+from spectrain.serving.service import Limits
 from tests.serving.served import HELLO, POST, ROWS, asking, read, serving
 
 NONSENSE = bytes(range(256)) * 4096  # 1 MiB
@@ -409,15 +409,15 @@ def sending(served, body: dict, source: str = "127.0.0.1") -> Iterator[socket.so
 
 
 def test_a_full_queue_says_when_to_come_back_and_leaving_frees_rows(small, monkeypatch):
-    worker, read = small.service.worker, small.service._prompts
+    worker = small.service.worker
     body = {"prompt": "def read", "temperature": 0, "method": "gate", "max_tokens": 200, "stream": True}
     with ExitStack() as stack:
         for _ in range(ROWS + 1):
             stack.enter_context(sending(small, body))
-        monkeypatch.setattr(small.service, "_prompts", None)  # no text is read
-        with pytest.raises(openai.RateLimitError) as caught:
-            small.complete(method="gate")
-        monkeypatch.setattr(small.service, "_prompts", read)
+        with monkeypatch.context() as unread:
+            unread.setattr(server.Endpoints, "_prompts", None)  # no text is read
+            with pytest.raises(openai.RateLimitError) as caught:
+                small.complete(method="gate")
         assert caught.value.response.headers["retry-after"] == "1"
         assert caught.value.body["code"] == "rate_limit_exceeded"
         stack.enter_context(sending(small, body, "127.0.0.2"))  # another client, which has nothing of the queue
@@ -453,7 +453,7 @@ def test_a_request_of_many_choices_leaves_rows_to_others(small):
     ],
 )
 def test_counts_are_checked_before_a_text_is_read(served, monkeypatch, body, sentence):
-    monkeypatch.setattr(served.service, "_prompts", None)
+    monkeypatch.setattr(server.Endpoints, "_prompts", None)
     answer = served.http().post("/v1/completions", content=body)
     assert (answer.status_code, sentence in answer.text) == (400, True)
 
@@ -465,10 +465,10 @@ def test_brackets_within_texts_are_no_parts(served):
 
 
 def test_large_bodies_wait_for_each_other_and_small_ones_for_none(shared, monkeypatch):
-    monkeypatch.setattr(server, "LARGE_HELD", 1)
+    monkeypatch.setattr(service, "LARGE_HELD", 1)
     with serving(shared / "target") as served, served.socket(POST + b"Content-Length: 200000\r\n\r\n") as slow:
         slow.sendall(b" " * 150_000)
-        wait_until(lambda: served.service._held.locked())
+        wait_until(lambda: served.service.large_bodies.locked())
         assert served.complete().choices[0].finish_reason == "length"
         with ThreadPoolExecutor(1) as pool:
             waits = pool.submit(served.http().post, "/v1/completions", content=b" " * 100_000)
@@ -479,8 +479,8 @@ def test_large_bodies_wait_for_each_other_and_small_ones_for_none(shared, monkey
 
 
 def test_the_client_that_leaves_most_unread_is_given_up(shared, monkeypatch):
-    monkeypatch.setattr(server, "UNREAD_BYTES", 1_200_000)
-    monkeypatch.setattr(server, "STUCK_S", 0)
+    monkeypatch.setattr(service, "UNREAD_BYTES", 1_200_000)
+    monkeypatch.setattr(service, "STUCK_S", 0)
     body = {"prompt": "a", "temperature": 0, "max_tokens": 200, "logprobs": 20, "stream": True, "method": "gate"}
     with serving(shared / "target", send_buffer=4096) as served:
         served.gate.open.set()
@@ -492,7 +492,7 @@ def test_the_client_that_leaves_most_unread_is_given_up(shared, monkeypatch):
 
 @pytest.mark.parametrize("stream", [True, False])
 def test_a_client_that_reads_may_have_an_answer_of_any_size(served, monkeypatch, stream):
-    monkeypatch.setattr(server, "UNREAD_BYTES", 1000)
+    monkeypatch.setattr(service, "UNREAD_BYTES", 1000)
     body = {"prompt": "a", "temperature": 0, "max_tokens": 200, "logprobs": 20, "n": 4, "stream": stream}
     text = served.http().post("/v1/completions", json=body).text
     assert len(text) > 200_000

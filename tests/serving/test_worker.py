@@ -6,11 +6,12 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from spectrain.decoding import Emitted, Engine, Request, TargetModel
+from spectrain.decoding import Emitted, Engine, Request
 from spectrain.errors import UserError
 from spectrain.methods.autoregressive import Autoregressive
 from spectrain.methods.pld import PromptLookup
 from spectrain.serving.worker import CLOSED, INTERNAL_ERROR, Worker, open_worker
+from spectrain.target import TargetModel
 from tests.conftest import random_prompts, tiny_model
 from tests.decoding.reference import greedy_by_full_forwards
 

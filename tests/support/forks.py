@@ -110,8 +110,9 @@ def load_compiled() -> None:
     """Load what numba has compiled for each step, which takes a process a second."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
-    from spectrain.decoding import Sampling, TargetModel, generate
+    from spectrain.decoding import Sampling, generate
     from spectrain.methods.speculative import Speculative
+    from spectrain.target import TargetModel
 
     sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1, "num_attention_heads": 4}
     model = LlamaForCausalLM(LlamaConfig(vocab_size=61, **sizes)).requires_grad_(False)

@@ -25,7 +25,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 import spectrain
-from spectrain.decoding import TargetModel
+from spectrain.target import TargetModel
 
 DEVICE, HOST = torch.device("meta"), torch.device("cpu")
 PRODUCT = Path(spectrain.__file__).parent

@@ -6,7 +6,7 @@ import pytest
 import torch
 from lightning import Callback
 
-from spectrain.decoding import TargetModel
+from spectrain.target import TargetModel
 from spectrain.training.base import Training
 from spectrain.training.data import RowData, TextRows, TokenRows
 from spectrain.training.losses import LossSettings

@@ -9,7 +9,7 @@ import torch
 from lightning.pytorch.callbacks import LambdaCallback
 from lightning.pytorch.loggers import CSVLogger
 
-from spectrain.decoding import TargetModel
+from spectrain.target import TargetModel
 from spectrain.training.callbacks import KeepBest
 from spectrain.training.checkpoints import BestFolder
 from spectrain.training.data import RowData, TokenRows, held_out_batches

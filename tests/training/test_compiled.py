@@ -9,12 +9,12 @@ import torch
 from torch._dynamo import config as dynamo
 from torch._inductor.exc import InvalidCxxCompiler
 
-from spectrain.decoding import TargetModel
-from spectrain.decoding.lean import shape_of
-from spectrain.decoding.llama import LlamaDecoder
 from spectrain.errors import UserError
 from spectrain.models.pruned_init import last_layers, new_drafter
 from spectrain.models.spire import SpireConfig
+from spectrain.target import TargetModel
+from spectrain.target.lean import shape_of
+from spectrain.target.llama import LlamaDecoder
 from spectrain.training import fit as fitting
 from spectrain.training.base import Training, compile_methods, compiled
 from spectrain.training.data import TokenRows

@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from spectrain.decoding import TargetModel
 from spectrain.errors import UserError
 from spectrain.models.rollout import rollout, root_of_epoch
+from spectrain.target import TargetModel
 from spectrain.training import losses
 from spectrain.training.data import RowData, TokenRows
 from spectrain.training.losses import LossSettings

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from spectrain.measure.dry_step import cost_of
+from spectrain.planning.dry_step import cost_of
 from spectrain.training import losses
 from spectrain.training.losses import LossSettings, Teacher, drafter_loss, next_token_loss
 

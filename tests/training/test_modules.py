@@ -9,16 +9,17 @@ import numpy as np
 import pytest
 import torch
 
-from spectrain.decoding import Sampling, TargetModel, generate
-from spectrain.decoding.lean import shape_of
+from spectrain.decoding import Sampling, generate
 from spectrain.decoding.sampling import Uniforms, row_generator
+from spectrain.drafting.stopping import StopRule
 from spectrain.methods.spire import Spire
-from spectrain.methods.stopping import StopRule
 from spectrain.models.draft_states import DraftStates, ModelStates, SpireStates
 from spectrain.models.head import DrafterFacts, HeadConfig, HeadFacts
 from spectrain.models.labels import label_texts
 from spectrain.models.pruned_init import last_layers, new_drafter
 from spectrain.models.spire import SpireConfig
+from spectrain.target import TargetModel
+from spectrain.target.lean import shape_of
 from spectrain.training.data import SeededLoader, TextBatch, TextRow, TextRows
 from spectrain.training.head import HeadTraining
 from spectrain.training.losses import binary_kl, weighted_bce

@@ -14,12 +14,12 @@ import torch
 from lightning import Callback
 
 from data_prep.capture import ShardParts, autocast
-from spectrain.decoding import TargetModel, fingerprint
-from spectrain.decoding.lean import shape_of
+from spectrain.data.packing import Packed, PackedRows
 from spectrain.models.pruned_init import new_drafter
 from spectrain.models.spire import SpireConfig
 from spectrain.stores.features import FeatureStore, open_features
-from spectrain.stores.packing import Packed, PackedRows
+from spectrain.target import TargetModel, fingerprint
+from spectrain.target.lean import shape_of
 from spectrain.training import spire as modules
 from spectrain.training.callbacks import Checkpoints, TokensPerSecond
 from spectrain.training.checkpoints import CheckpointFolder

@@ -22,12 +22,12 @@ import torch
 
 from data_prep import states_server
 from data_prep.states_server import StatesServer, listen_at
-from spectrain.decoding import TargetModel, fingerprint, load_target
-from spectrain.decoding.lean import shape_of
-from spectrain.decoding.tables import open_tables
 from spectrain.errors import UserError
 from spectrain.models.pruned_init import new_drafter
 from spectrain.models.spire import SpireConfig
+from spectrain.target import TargetModel, fingerprint, load_target
+from spectrain.target.embedding_only import open_tables
+from spectrain.target.lean import shape_of
 from spectrain.training import served
 from spectrain.training.data import SeededLoader
 from spectrain.training.served import KEY, HiddenStates, ServedRows, send_object

@@ -16,11 +16,11 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from spectrain.decoding import TargetModel, load_target
-from spectrain.decoding.tables import open_tables
-from spectrain.decoding.target import FINAL
 from spectrain.errors import UserError
 from spectrain.stores.locations import BUNDLED, bundled_folder
+from spectrain.target import TargetModel, load_target
+from spectrain.target.embedding_only import open_tables
+from spectrain.target.target import FINAL
 from spectrain.training import served
 from spectrain.training.served_vllm import VllmStates
 from spectrain.training.sources import Served

@@ -15,11 +15,11 @@ from safetensors.torch import load_file
 from transformers import AutoTokenizer
 
 from spectrain.cli import run as run_command
-from spectrain.decoding import TargetModel, load_target
-from spectrain.decoding.lean import shape_of
-from spectrain.decoding.llama import LlamaBlock
 from spectrain.models.pruned_init import last_layers, new_drafter
 from spectrain.models.spire import SpireConfig
+from spectrain.target import TargetModel, load_target
+from spectrain.target.lean import shape_of
+from spectrain.target.llama import LlamaBlock
 from spectrain.training.checkpoints import CheckpointFolder, ranks_of, whole_weights
 from spectrain.training.data import TokenRows
 from spectrain.training.losses import LossSettings

@@ -7,7 +7,7 @@ from lightning.pytorch.callbacks import Checkpoint
 
 from spectrain.cli import composed
 from spectrain.config import options_of, plain
-from spectrain.measure.settled import settled
+from spectrain.planning.defaults import settled
 
 
 def config_of(*overrides: str) -> dict:

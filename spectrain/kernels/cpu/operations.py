@@ -19,6 +19,7 @@ from pathlib import Path
 from numba import cfunc, types
 from numba.core.ccallback import CFunc
 
+from spectrain.kernels.cpu.accept import all_ended, bend, count, judge, judge_logits, judge_states
 from spectrain.kernels.cpu.attention import attend, combine, rotate
 from spectrain.kernels.cpu.intrinsics import (
     atomic_add,
@@ -37,7 +38,6 @@ from spectrain.kernels.cpu.intrinsics import (
     wholes,
     widened,
 )
-from spectrain.kernels.cpu.judging import all_ended, bend, count, judge, judge_logits, judge_states
 from spectrain.kernels.cpu.warping import BLOCK, draw, largest, warp
 
 FIELDS = 22  # of an operation: its kind, addresses and sizes, how many pieces it has, and whether the next may begin

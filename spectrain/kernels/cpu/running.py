@@ -15,8 +15,8 @@ from torch import Tensor
 
 from spectrain.kernels import reference
 from spectrain.kernels.cpu import products
+from spectrain.kernels.cpu.accept import judge
 from spectrain.kernels.cpu.attention import move as move_nodes
-from spectrain.kernels.cpu.judging import judge
 from spectrain.kernels.cpu.operations import (
     FIELDS,
     LINE_BYTES,

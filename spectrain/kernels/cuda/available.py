@@ -9,7 +9,6 @@ from importlib.util import find_spec
 
 import torch
 
-ACTIVATIONS = {"silu": 1, "gelu_pytorch_tanh": 2}  # numbers that the kernels know them by
 LEAST_CAPABILITY = (8, 0)  # tensor cores that multiply bfloat16
 
 log = logging.getLogger(__name__)

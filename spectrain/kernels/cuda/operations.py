@@ -22,7 +22,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.testing import do_bench
 
-from spectrain.kernels.cuda.available import ACTIVATIONS
+from spectrain.kernels.cuda import ACTIVATIONS
 
 FEW_TOKENS = 16  # what the smallest product of tensor cores takes
 PROGRAMS = 264  # that keep a large GPU busy: two for each of 132 multiprocessors

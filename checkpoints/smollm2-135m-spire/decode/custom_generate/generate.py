@@ -6,7 +6,7 @@ model.generate(**inputs, custom_generate="<export>/decode", trust_remote_code=Tr
 import sys
 
 try:
-    from spectrain.serving.transformers_generate import generate as decode
+    from spectrain.exports.transformers_generate import generate as decode
 except ImportError as error:
     raise ImportError(
         "this export is decoded with by spectrain, which cannot be imported here; install it in this environment by "

@@ -1,0 +1,137 @@
+"""A lookup method as a proposer of vLLM 0.22 and later, from a folder of `spectrain.export method=...`.
+
+    SPECTRAIN_LOOKUP=exported/sssd vllm serve <target> --speculative-config '{"method": "custom_class",
+      "model": "spectrain.exports.vllm_proposer.LookupProposer", "num_speculative_tokens": 8}'
+
+vLLM constructs it with its VllmConfig and calls `propose` after each step of the target. vLLM itself is not imported.
+It does not name its requests, and moves them between rows as others join and leave. So a method's state of a request is
+found by the request's text, or made anew. Drafts are chains: the likeliest branch of the tree that the method proposes
+in our own loop. vLLM's target verifies them.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from spectrain.drafting.lookup import RowState
+from spectrain.errors import UserError, check_whole
+from spectrain.exports.lookups import KEY, ExportedLookup, folder_of, likeliest_branch
+from spectrain.exports.vllm_versions import warn_if_samples_are_wrong
+
+log = logging.getLogger("vllm.spectrain")  # below vLLM's own, so that it is shown
+
+KEPT_CALLS = 8  # calls for which a request outside the batch is kept: it may have been preempted
+KEY_TOKENS = 8  # last tokens by which a moved request is looked up, before its whole text is compared
+
+
+@dataclass
+class Request:
+    """A method's state of one request. It depends on the text alone, so it serves any row whose text begins so."""
+
+    state: RowState
+    text: np.ndarray  # [n_tokens] int32: the tokens that the state has read
+    row: int  # of the last call that included it
+    seen: int  # number of that call
+
+
+class LookupProposer:
+    """The object that vLLM asks for drafts.
+
+    Of vLLM's config it reads `speculative_config.num_speculative_tokens`, `model_config.max_model_len`, `.tokenizer`,
+    `.get_vocab_size()` and `additional_config`. Raises UserError where no folder is named, or it holds no lookup method
+    for the target's tokenizer.
+    """
+
+    def __init__(self, vllm_config: Any) -> None:
+        model, more = vllm_config.model_config, vllm_config.additional_config
+        self.draft_tokens = vllm_config.speculative_config.num_speculative_tokens
+        check_whole("num_speculative_tokens", self.draft_tokens, 1)
+        self.max_model_len = model.max_model_len
+        try:
+            folder = folder_of(more.get(KEY) if isinstance(more, dict) else None)
+            self.lookup = ExportedLookup(folder, model.get_vocab_size(), model.tokenizer)
+        except UserError as error:
+            log.error("lookup drafter refused: %s", error)  # vLLM's own error speaks of the constructor
+            raise
+        self._requests: list[Request] = []
+        self._calls = 0
+        warn_if_samples_are_wrong()
+
+    def load_model(self, target_model: object) -> None:
+        """Load nothing: lookups have no weights. vLLM's runner for CPUs calls it without asking."""
+
+    def propose(
+        self,
+        sampled_token_ids: Sequence[Sequence[int]],
+        num_tokens_no_spec: np.ndarray,
+        token_ids_cpu: np.ndarray,
+        slot_mappings: object = None,
+    ) -> list[list[int]]:
+        """Drafts for each row.
+
+        Args:
+            sampled_token_ids: of each row the tokens of this step; none while its prompt is being read.
+            num_tokens_no_spec: [R] int32, tokens of each row, including those of this step.
+            token_ids_cpu: [R, L] int32, the texts; entries past a row's tokens are meaningless.
+            slot_mappings: ignored.
+
+        Returns:
+            One list per row, of at most num_speculative_tokens tokens; empty if no continuation is known.
+        """
+        drafts: list[list[int]] = [[] for _ in sampled_token_ids]
+        rows = {}  # texts by row
+        for row, sampled in enumerate(sampled_token_ids):
+            if len(sampled) and num_tokens_no_spec[row] < self.max_model_len:  # no draft past the longest text
+                rows[row] = token_ids_cpu[row, : num_tokens_no_spec[row]].astype(np.int32)
+        requests = self._read(rows, [len(sampled) for sampled in sampled_token_ids])
+        if requests:
+            for request, draft in zip(requests, self._draft(requests), strict=True):
+                drafts[request.row] = draft
+        return drafts
+
+    def _read(self, rows: dict[int, np.ndarray], n_new: Sequence[int]) -> list[Request]:
+        """Find the requests of these rows, by their last row, else by the text before its new tokens, and read on.
+
+        Rows with a token that is not in the vocabulary are left out.
+        """
+        self._calls += 1
+        by_row = {request.row: request for request in self._requests}
+        by_end: dict[tuple, list[Request]] = {}
+        for request in self._requests:
+            by_end.setdefault(_end(request.text), []).append(request)
+        found = []
+        for row, text in rows.items():
+            known = (by_row.get(row), *by_end.get(_end(text[: max(0, len(text) - n_new[row])]), ()))
+            request = next((r for r in known if r and r.seen < self._calls and _begins(text, r.text)), None)
+            unread = text[len(request.text) :] if request else text
+            if not self.lookup.knows(unread):
+                continue
+            if request is None:
+                request = Request(self.lookup.drafter.new_row(unread.tolist()), text, row, self._calls)
+                self._requests.append(request)
+            else:
+                request.state.extend(unread.tolist())
+                request.text, request.row, request.seen = text, row, self._calls
+            found.append(request)
+        self._requests = [request for request in self._requests if self._calls - request.seen < KEPT_CALLS]
+        return found
+
+    def _draft(self, requests: Sequence[Request]) -> list[list[int]]:
+        rooms = [min(self.draft_tokens, self.max_model_len - len(request.text)) for request in requests]
+        states, texts = ([getattr(request, name) for request in requests] for name in ("state", "text"))
+        tree = self.lookup.trees(states, texts, rooms)
+        return [likeliest_branch(*row) for row in zip(tree.tokens.tolist(), tree.parents.tolist(), strict=True)]
+
+
+def _begins(text: np.ndarray, beginning: np.ndarray) -> bool:
+    return len(beginning) <= len(text) and np.array_equal(text[: len(beginning)], beginning)
+
+
+def _end(text: np.ndarray) -> tuple[int, bytes]:
+    """A key that differs for nearly all texts."""
+    return len(text), text[-KEY_TOKENS:].tobytes()

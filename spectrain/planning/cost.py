@@ -1,0 +1,379 @@
+"""The throughput model of SPIRe (Neelam et al. 2025, section 2): what a decoding step costs, without running anything.
+
+    cost of a forward      = max(FLOPs, bytes x operational intensity)              in FLOP-equivalents
+    throughput multiplier  = tau / ((k x draft + verify) / target)
+
+A forward does 2 FLOPs per parameter and row, and reads its weights and its KV cache. The FLOPs of attention itself,
+activations, prefill, sampling and communication are left out, and kernels are taken to reach the hardware's peaks.
+
+    target = shape_of_model("HuggingFaceTB/SmolLM2-135M-Instruct")     # from its config alone
+    model = CostModel(target, hardware)
+    spire = Method("spire", target.with_layers(2), Acceptance(3.401, k=4), SparseCache(), feedback=True)
+    model.multiplier(spire, k=4, batch=[1, 8], context_tokens=[512])   # [B, L]
+
+Letters: B batch sizes, L context lengths. Arrays are [B, L] float64: one row per batch size, one column per context.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from scipy.optimize import brentq
+from transformers import AutoModelForCausalLM, PreTrainedModel
+
+from spectrain.config import conf_dir
+from spectrain.errors import UserError, check_number, check_whole
+from spectrain.models.packages import target_path
+from spectrain.stores.environment import cpu_name
+from spectrain.stores.files import read_yaml
+from spectrain.target.loading import first_line, load_config
+from spectrain.target.modules import find_blocks, unsupported_layer_type
+from spectrain.training.spire import GUESSED_VOCAB
+
+BYTES_PER_VALUE = {"fp8": 1, "int8": 1, "fp16": 2, "bf16": 2, "tf32": 4, "fp32": 4}
+EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts")
+LONGEST_DRAFT = 16  # tokens; longer drafts are not tried
+REJECTED = 0.424, 0.30  # by a drafter of one block, and the power by which it falls with the blocks
+
+
+@dataclass(frozen=True)
+class Shape:
+    """The dimensions of a decoder with a gated MLP that its cost depends on."""
+
+    n_layer: int
+    hidden_size: int
+    n_head: int
+    n_kv_head: int
+    head_dim: int
+    intermediate_size: int
+    vocab_size: int = 0  # 0 where the unembedding is not counted
+    body_parameters: int | None = None  # of the decoder blocks, counted in a model; None: of norms, attention and MLP
+
+    def __post_init__(self) -> None:
+        for name, value in vars(self).items():
+            if value is not None:
+                check_whole(name, value, 0 if name == "vocab_size" else 1)
+
+    @property
+    def body(self) -> int:
+        """Parameters of the decoder blocks, without embedding, final norm and unembedding."""
+        if self.body_parameters is not None:
+            return self.body_parameters
+        attention = 2 * self.hidden_size * (self.n_head + self.n_kv_head) * self.head_dim
+        return self.n_layer * (2 * self.hidden_size + attention + 3 * self.hidden_size * self.intermediate_size)
+
+    @property
+    def kv_values(self) -> int:
+        """Values that one token adds to the KV cache."""
+        return 2 * self.n_layer * self.n_kv_head * self.head_dim
+
+    @property
+    def memory_projections(self) -> int:
+        """Parameters of all K and V projections: SPIRe runs them once more for the memory of each drafted token."""
+        return self.kv_values * self.hidden_size
+
+    def with_layers(self, n_layer: int) -> Shape:
+        """Return the shape of a drafter that is made of some of this model's blocks, as SPIRe's is."""
+        return dataclasses.replace(self, n_layer=n_layer, body_parameters=None)
+
+    def halved(self) -> Shape:
+        """Return half the layers and half the width in as many heads, as `+exp=vanilla` trains: 1/8 of the body."""
+        fields = ("n_layer", "hidden_size", "head_dim", "intermediate_size")
+        halves = {name: max(1, getattr(self, name) // 2) for name in fields}
+        return dataclasses.replace(self, body_parameters=None, **halves)
+
+
+@dataclass(frozen=True)
+class Hardware:
+    """The hardware that forwards run on. Without peaks no cost has seconds."""
+
+    name: str
+    operational_intensity: float  # FLOPs that it does in the time in which it reads a byte
+    bytes_per_value: float = 1  # of weights and KV cache
+    flops_per_s: float | None = None
+
+    def __post_init__(self) -> None:
+        for name in ("operational_intensity", "bytes_per_value"):
+            check_number(name, getattr(self, name), "(0, inf)")
+
+    @property
+    def bytes_per_s(self) -> float:
+        return self.flops_per_s / self.operational_intensity
+
+    def cost(self, flops: np.ndarray, n_bytes: np.ndarray) -> np.ndarray:
+        """Compute the FLOP-equivalents of a forward whose computation and memory traffic overlap (section 2)."""
+        return np.maximum(flops, n_bytes * self.operational_intensity)
+
+    def milliseconds(self, cost: np.ndarray) -> np.ndarray | None:
+        return None if self.flops_per_s is None else 1e3 * cost / self.flops_per_s
+
+
+@dataclass(frozen=True)
+class SparseCache:
+    """How much of the context a draft step reads: sinks, and a window of fixed size or a share of the context."""
+
+    sink_tokens: int = 1
+    window_tokens: int | None = None  # None: context // 8, as in the paper's figures
+
+    def tokens(self, context_tokens: np.ndarray) -> np.ndarray:
+        if self.window_tokens is None:
+            return self.sink_tokens + context_tokens // 8
+        return np.minimum(context_tokens, self.sink_tokens + self.window_tokens)
+
+
+@dataclass(frozen=True)
+class Acceptance:
+    """tau, as it was measured with drafts of k tokens. For other k the acceptance rate is taken to be constant."""
+
+    tau: float
+    k: int = 4
+
+    @property
+    def rate(self) -> float:
+        """The probability alpha that the target accepts a drafted token: tau = 1 + alpha + ... + alpha^k."""
+        return brentq(lambda alpha: sum(alpha**i for i in range(self.k + 1)) - self.tau, 0.0, 1.0)
+
+    def at(self, k: int) -> float:
+        """Return tau of drafts of k tokens."""
+        return self.tau if k == self.k else sum(self.rate**i for i in range(k + 1))
+
+
+@dataclass(frozen=True)
+class Method:
+    """How drafts are made, and how well they are accepted."""
+
+    name: str  # vanilla | magicdec | spire
+    shape: Shape  # of the model that drafts; the target's own for MagicDec
+    acceptance: Acceptance
+    cache: SparseCache | None = None  # None: it reads the whole context
+    feedback: bool = False  # whether the memory of each drafted token is projected to K and V once more
+
+
+@dataclass(frozen=True)
+class CostModel:
+    """A target on a piece of hardware.
+
+    The paper leaves the unembedding out, which is right for large models; `count_unembedding` adds it to every forward.
+    """
+
+    target: Shape
+    hardware: Hardware
+    count_unembedding: bool = False
+
+    def parameters(self, shape: Shape) -> int:
+        return shape.body + (shape.vocab_size * shape.hidden_size if self.count_unembedding else 0)
+
+    def flops(self, shape: Shape, batch: Sequence[int], extra_parameters: int = 0) -> np.ndarray:
+        """Compute the FLOPs of a forward over one token per row, [B, 1]."""
+        return 2.0 * (self.parameters(shape) + extra_parameters) * np.asarray(batch, dtype=np.float64)[:, None]
+
+    def traffic(self, shape: Shape, batch: Sequence[int], cached_tokens: Sequence[int]) -> np.ndarray:
+        """Compute the bytes of weights and KV cache that one forward reads, [B, L]."""
+        rows = np.asarray(batch, dtype=np.float64)[:, None]
+        cache = rows * np.asarray(cached_tokens, dtype=np.float64)[None] * shape.kv_values
+        return (self.parameters(shape) + cache) * self.hardware.bytes_per_value
+
+    def verify(self, batch: Sequence[int], context_tokens: Sequence[int], n_tokens: int = 1) -> np.ndarray:
+        """Compute the cost of the target's forward over some tokens per row, [B, L]; one token: plain decoding."""
+        traffic = self.traffic(self.target, batch, context_tokens)
+        return self.hardware.cost(n_tokens * self.flops(self.target, batch), traffic)
+
+    def draft(self, method: Method, batch: Sequence[int], context_tokens: Sequence[int]) -> np.ndarray:
+        """Compute the cost of drafting one token per row, [B, L]."""
+        contexts = np.asarray(context_tokens)
+        cached = contexts if method.cache is None else method.cache.tokens(contexts)
+        extra = method.shape.memory_projections if method.feedback else 0
+        flops = self.flops(method.shape, batch, extra)
+        return self.hardware.cost(flops, self.traffic(method.shape, batch, cached))
+
+    def multiplier(self, method: Method, k: int, batch: Sequence[int], context_tokens: Sequence[int]) -> np.ndarray:
+        """Compute the throughput of drafts of k tokens relative to autoregressive decoding, [B, L].
+
+        The target scores k + 1 tokens per row: the root and the drafts.
+        """
+        where = batch, context_tokens
+        step = k * self.draft(method, *where) + self.verify(*where, n_tokens=k + 1)
+        return method.acceptance.at(k) * self.verify(*where) / step
+
+    def best(
+        self, method: Method, batch: Sequence[int], context_tokens: Sequence[int]
+    ) -> tuple[np.ndarray, np.ndarray]:
+        """Find the draft length of the highest throughput in each cell. Returns both, [B, L]."""
+        by_k = [self.multiplier(method, k, batch, context_tokens) for k in range(1, LONGEST_DRAFT + 1)]
+        return np.max(by_k, axis=0), np.argmax(by_k, axis=0) + 1
+
+
+# What the command's options say.
+
+
+def empty_model(name: str, **options: object) -> PreTrainedModel:
+    """Return a Hugging Face causal LM without memory, from its config alone.
+
+    Raises:
+        UserError: there is no such config.
+    """
+    path = target_path(name)
+    config = load_config(path, "target")
+    try:
+        with torch.device("meta"):
+            return AutoModelForCausalLM.from_config(config, trust_remote_code=False, **options)
+    except Exception as error:  # transformers raises types of its own here
+        why = first_line(error)[:160]
+        raise UserError(f"transformers makes no model of the config of {path} ({why}); give another target") from error
+
+
+def shape_of_model(name: str) -> Shape:
+    """Read the shape of a Hugging Face causal LM from its config alone.
+
+    Parameters are counted in an empty model (torch's `meta` device), so biases, norms of heads and MLPs without a gate
+    count as they are.
+
+    Args:
+        name: bundled checkpoint, folder or hub id.
+
+    Raises:
+        UserError: there is no such config, or the model does not cost what the formulas say.
+    """
+    model, path = empty_model(name), target_path(name)
+    config, blocks = model.config, find_blocks(model)
+    text = config.get_text_config()
+    if any((getattr(text, key, None) or 1) > 1 for key in EXPERTS) or unsupported_layer_type(config):
+        raise UserError(f"the cost of {path} is not modelled; choose a dense model with attention, and give n_layer")
+    n_head, hidden = text.num_attention_heads, text.hidden_size
+    return Shape(
+        n_layer=text.num_hidden_layers,
+        hidden_size=hidden,
+        n_head=n_head,
+        n_kv_head=getattr(text, "num_key_value_heads", None) or n_head,
+        head_dim=getattr(text, "head_dim", None) or hidden // n_head,
+        intermediate_size=getattr(text, "intermediate_size", None) or getattr(text, "ffn_dim", None) or 4 * hidden,
+        vocab_size=text.vocab_size,
+        body_parameters=sum(p.numel() for p in blocks.parameters()),
+    )
+
+
+def speedup_by_depth(config: Mapping, hardware: Hardware) -> dict[int, tuple[np.ndarray, np.ndarray]]:
+    """Predict what SPIRe drafters gain over a workload, and their draft lengths, [B, L] each, by their blocks.
+
+    Candidates are 1, 2, 3, 4 and a quarter of the blocks, and what was asked. The unembedding counts, because a draft
+    step reads it.
+
+    Args:
+        config: of a training: `target.path`, `n_layer`, `window_tokens`, `sink_tokens`, `draft_vocab`, `feedback`,
+            `workload`.
+        hardware: that decodes.
+    """
+    target, asked = shape_of_model(config["target"]["path"]), config["n_layer"]
+    wanted = {1, 2, 3, 4, target.n_layer // 4, asked if isinstance(asked, int) else 1}
+    cache, found = SparseCache(config["sink_tokens"], config["window_tokens"]), {}
+    for n_layer in sorted(n for n in wanted if 1 <= n <= target.n_layer):
+        shape = target.with_layers(n_layer)
+        if config["draft_vocab"] is not None:
+            n_tokens = GUESSED_VOCAB if config["draft_vocab"] == "auto" else config["draft_vocab"]
+            shape = dataclasses.replace(shape, vocab_size=min(n_tokens, target.vocab_size))
+        method = Method("spire", shape, Acceptance(tau_of_depth(n_layer), 4), cache, config["feedback"])
+        found[n_layer] = CostModel(target, hardware, count_unembedding=True).best(method, *config["workload"].values())
+    return found
+
+
+def fastest_depth(config: Mapping, hardware: Hardware) -> int:
+    """Return the number of blocks that gains most, as a mean over the workload."""
+    found = speedup_by_depth(config, hardware)
+    return max(found, key=lambda n_layer: float(found[n_layer][0].mean()))
+
+
+def tau_of_depth(n_layer: int, k: int = 4) -> float:
+    """Return the tau to expect of a SPIRe drafter of some blocks that drafts k tokens.
+
+    Its rejections fall with a power of the depth, as measured on the bundled target (docs/results/depth.json).
+    """
+    alpha = 1 - REJECTED[0] * n_layer ** -REJECTED[1]
+    return sum(alpha**i for i in range(k + 1))
+
+
+def shape_of_numbers(option: str, given: Mapping[str, int], base: Shape | None = None) -> Shape:
+    """Make a shape of the fields that the user gave by `option`; `base` provides the others."""
+    known = {field.name for field in dataclasses.fields(Shape)}
+    values = ({} if base is None else dataclasses.asdict(base) | {"body_parameters": None}) | dict(given)
+    needed = sorted(known - {"vocab_size", "body_parameters"})
+    if unknown := sorted(set(given) - known):
+        raise UserError(f"{option}.{unknown[0]} is unknown; a shape has {', '.join(sorted(known))}")
+    if missing := [name for name in needed if name not in values]:
+        raise UserError(f"{option} has no {missing[0]}; a shape needs {', '.join(needed)}")
+    return Shape(**values)
+
+
+def hardware_named(device: str) -> dict | None:
+    """Return the file of conf/hardware/ for a GPU whose name holds the one that the file gives; None: there is none."""
+    files = map(read_yaml, sorted((conf_dir() / "hardware").glob("*.yaml")))
+    return next((one for one in files if one["name"] in device), None)
+
+
+def read_hardware(node: Mapping | str | None, dtype: str | None = None) -> Hardware:
+    """Read one of conf/hardware/; where it has no peaks it is this machine, which is measured now."""
+    if not isinstance(node, Mapping):
+        known = sorted(path.stem for path in (conf_dir() / "hardware").glob("*.yaml"))
+        raise UserError(f"hardware={node} is unknown; choose among {', '.join(known)}")
+    if node.get("operational_intensity") is not None:
+        return Hardware(node["name"], node["operational_intensity"], node["bytes_a_value"])
+    dtype = dtype or node["dtype"]
+    if node["flops_per_s"] is None:
+        return measured_cpu(dtype)
+    if dtype not in node["flops_per_s"]:
+        known = ", ".join(node["flops_per_s"])
+        raise UserError(f"hardware={node['name']} has no peak for dtype={dtype}; choose among {known}")
+    flops_per_s = node["flops_per_s"][dtype]
+    return Hardware(f"{node['name']}, {dtype}", flops_per_s / node["bytes_per_s"], BYTES_PER_VALUE[dtype], flops_per_s)
+
+
+def measured_cpu(dtype: str, repeats: int = 7, n: int = 1024, stream_bytes: int = 2**27) -> Hardware:
+    """Time a matrix product of n rows, and a matrix-vector product with a matrix that no cache holds, in turns.
+
+    Both rates are medians, so a machine whose speed drifts hurts both alike.
+    """
+    if dtype not in ("fp32", "bf16"):
+        raise UserError(f"dtype={dtype} cannot be measured on the CPU; give fp32 or bf16")
+    square = torch.ones(n, n, dtype=torch.float32 if dtype == "fp32" else torch.bfloat16)
+    rows = stream_bytes // (4 * n)
+    matrix, vector = torch.ones(rows, n), torch.ones(n)  # float32: in other dtypes the kernel is slower than memory
+    seconds = []
+    with torch.inference_mode():
+        for _ in range(repeats + 1):
+            for left, right in ((square, square), (matrix, vector)):
+                begun = time.perf_counter()
+                left @ right
+                seconds.append(time.perf_counter() - begun)
+    product_s, stream_s = np.median(np.reshape(seconds, (-1, 2))[1:], axis=0)  # the first is the warm-up
+    flops_per_s, bytes_per_s = float(2 * n**3 / product_s), float(4 * rows * n / stream_s)
+    name = f"this CPU ({cpu_name()}, {torch.get_num_threads()} thread(s)), {dtype}"
+    return Hardware(name, flops_per_s / bytes_per_s, BYTES_PER_VALUE[dtype], flops_per_s)
+
+
+def methods_for(target: Shape, options: Mapping) -> list[Method]:
+    """Return vanilla drafting, MagicDec and SPIRe as the command's options describe them.
+
+    Args:
+        target: the shape of the target.
+        options: `numbers.vanilla` and `numbers.spire` (shapes, or None for the usual ones), `tau` (of each method, and
+            the `k` that it was measured with), `window_tokens` and `sink_tokens`.
+    """
+    numbers, tau = options["numbers"], options["tau"]
+    vanilla, spire = target.halved(), target.with_layers(max(1, target.n_layer // 4))
+    if numbers["vanilla"] is not None:
+        vanilla = shape_of_numbers("numbers.vanilla", numbers["vanilla"], vanilla)
+    if numbers["spire"] is not None:
+        spire = shape_of_numbers("numbers.spire", numbers["spire"], spire)
+    cache = SparseCache(options["sink_tokens"], options["window_tokens"])
+    for name in ("vanilla", "magicdec", "spire"):
+        check_number(f"tau.{name}", tau[name], f"[1, {tau['k'] + 1}]")  # at most k drafts and the target's own token
+    accepted = {name: Acceptance(value, tau["k"]) for name, value in tau.items() if name != "k"}
+    return [
+        Method("vanilla", vanilla, accepted["vanilla"]),
+        Method("magicdec", target, accepted["magicdec"], cache),
+        Method("spire", spire, accepted["spire"], cache, feedback=True),
+    ]

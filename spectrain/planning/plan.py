@@ -1,0 +1,249 @@
+"""Predict what a training takes before any weight is loaded: memory, disk, hours, and the speedup to expect.
+
+    python -m spectrain.train +exp=spire target=<folder or hub id> hardware=h100 trainer.devices=8 plan=true
+
+Bytes are those of one rank. Those of weights and optimizer are counted in a model without memory, those of the forward
+and the backward pass in a step without memory (`dry_step`). Its seconds are those of its operations at the peaks of
+`conf/hardware/`, divided by the share of the peaks that kernels reach. docs/plan.md has an example, and what is left
+out.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import nn
+
+from spectrain.config import Target
+from spectrain.errors import UserError
+from spectrain.planning.cost import Hardware, empty_model
+from spectrain.planning.dry_step import StepCost, cost_of
+from spectrain.target import TargetModel
+from spectrain.target.loading import DTYPES
+from spectrain.target.memory import PLANNED
+from spectrain.training.base import Experiment, Training, experiment_type, open_experiment
+from spectrain.training.data import RowBatch
+from spectrain.training.optim import is_matrix
+from spectrain.training.runs import RunFolder
+from spectrain.training.strategies import check_shared
+
+ZERO_BUCKET = 200_000_000  # elements that DeepSpeed reduces at once, as Lightning sets it
+ZERO_LIVE = 1_000_000_000  # parameters that ZeRO-3 keeps gathered at the most, likewise
+FSDP = "fsdp"  # beside the stages of ZeRO
+
+
+@dataclass(frozen=True)
+class Machine:
+    """The hardware that a training runs on; conf/hardware/ has its numbers and their sources."""
+
+    peaks: Hardware  # in the precision of the products
+    memory_bytes: float | None  # of a rank; None: not known
+    training_share: float = 1.0  # of the peaks, that kernels of a training reach
+    link_bytes_per_s: float | None = None  # of a rank, to the others; None: they share a memory
+    near_bytes_per_s: float | None = None  # likewise, to its neighbours, with which it may hold a target
+
+
+@dataclass(frozen=True)
+class Plan:
+    """The predicted memory, disk and time of a training."""
+
+    target_parameters: int
+    trained_parameters: int
+    ranks: int
+    step_rows: int  # per optimizer step, over all ranks
+    row_tokens: int
+    steps: int | None  # None: they follow from hours
+    memory: Mapping[str, int]  # bytes of a rank by what they hold
+    disk: Mapping[str, int]  # bytes by what they hold
+    step_s: float
+
+    @property
+    def bytes(self) -> int:
+        return sum(self.memory.values())
+
+    @property
+    def tokens_per_s(self) -> float:
+        return self.step_rows * self.row_tokens / self.step_s
+
+    def sentence(self, machine: Machine) -> str:
+        """Say it in a line."""
+        steps = "as many steps as its hours have" if self.steps is None else f"at most {self.steps:,} steps"
+        hours = "" if self.hours is None else f", {self.hours:,.{0 if self.hours >= 10 else 2}f} hours"
+        return (
+            f"{_short(self.trained_parameters)} parameters train for a target of "
+            f"{_short(self.target_parameters)}, {steps} of {self.step_rows} x {self.row_tokens:,} tokens on "
+            f"{self.ranks} x {machine.peaks.name}: {self.bytes / 2**30:.3g} GiB each, "
+            f"{self.tokens_per_s:,.0f} tokens/s{hours}, {sum(self.disk.values()) / 2**30:.2g} GiB on disk"
+        )
+
+    @property
+    def hours(self) -> float | None:
+        return None if self.steps is None else self.steps * self.step_s / 3600
+
+
+def plan_of(config: Mapping, machine: Machine, ranks: int) -> Plan:
+    """Predict what the training of a settled config takes.
+
+    Raises:
+        UserError: the target has no config, or the training is none of a drafter for it.
+    """
+    check_shared(config["data"]["batch_size"], ranks)
+    outline = Outline.of(config)
+    step = outline.step(config["data"]["batch_size"] // ranks)
+    trained, accumulated = outline.trained, config["trainer"]["accumulate_grad_batches"]
+    memory = outline.weights(ranks) | {"forward and backward pass": outline.pass_bytes(step, ranks)}
+    rows = config["data"]["batch_size"] * accumulated
+    state = _state_bytes(config["optimizer"]["name"], outline.module)
+    optimizer_bytes = 2 * state + 20 * trained  # read and written, as weights are; gradients, twice for their norm
+    seconds = accumulated * step.seconds(machine.peaks) + optimizer_bytes / machine.peaks.bytes_per_s
+    seconds /= machine.training_share
+    if ranks > 1 and machine.link_bytes_per_s:
+        seconds += _all_reduced(4 * trained, ranks) / machine.link_bytes_per_s
+    if machine.near_bytes_per_s:
+        seconds += accumulated * outline.exchanged_by_target(ranks) / machine.near_bytes_per_s
+    return Plan(
+        outline.target_parameters,
+        trained,
+        ranks,
+        rows,
+        config["data"]["row_tokens"],
+        None if config["hours"] and config["max_steps"] is None else outline.experiment.steps_of(trained, None),
+        memory,
+        {"checkpoints": 16 * trained, "export": 2 * trained},  # the newest one and the best weights
+        seconds,
+    )
+
+
+@dataclass(frozen=True)
+class Outline:
+    """A training whose models have shapes and no memory."""
+
+    config: Mapping
+    experiment: Experiment
+    module: Training
+
+    @classmethod
+    def of(cls, config: Mapping) -> Outline:
+        run = RunFolder(Path(), config, "plan")
+        if not experiment_type(config).drafts:
+            raise UserError("plan=true predicts what drafters take (+exp=spire, +exp=vanilla); leave it out")
+        target = meta_target(config["target"])  # which a package may first have to write, with numbers
+        with torch.device("meta"):
+            experiment = open_experiment(run, lambda: target)
+            module = experiment.blank().to("meta")
+        if config["trainer"]["activation_checkpointing"]:
+            module.recompute_activations()
+        if _stage(config) not in (None, FSDP) and config["trainer"]["precision"] == "bf16-mixed":
+            module.bfloat16()
+        return cls(config, experiment, module)
+
+    @property
+    def trained(self) -> int:
+        return sum(one.numel() for one in self.module.parameters() if one.requires_grad)
+
+    @property
+    def target_parameters(self) -> int:
+        return sum(one.numel() for one in self.module.target.model.parameters())
+
+    def step(self, rows: int) -> StepCost:
+        """Count a step over `rows` rows of one rank, whose tokens are all learned."""
+        data, drafter = self.config["data"], getattr(self.module, "drafter", None)
+        with torch.device("meta"):
+            tokens = torch.zeros(rows, data["row_tokens"], dtype=torch.int64)
+            batch = RowBatch(tokens, torch.ones_like(tokens, dtype=torch.bool), [0] * rows, tokens.numel())
+            if data.get("document_mask"):
+                batch.starts = torch.zeros_like(tokens)
+            if data["source"] != "online":
+                states = torch.empty(*tokens.shape, 1 + drafter.config.n_layer, self.module.target.config.hidden_size)
+                batch.captured, batch.final_hidden = states[:, :, 1:].bfloat16(), states[:, :, 0].bfloat16()
+            half = str(self.config["trainer"]["precision"]).startswith("bf16")
+            device = "cpu" if self.config["trainer"]["accelerator"] == "cpu" else "cuda"
+            stands_for = PLANNED.set((device, torch.bfloat16 if half else torch.float32))
+            try:
+                return cost_of(lambda: self.module.objective(batch), half)
+            finally:
+                PLANNED.reset(stands_for)
+
+    def weights(self, ranks: int) -> dict[str, int]:
+        """Return the bytes that a rank holds all the time, by what they are."""
+        config, trained, stage = self.config, self.trained, _stage(self.config)
+        size, target = Target(**config["target"]).ranks_of_group(ranks), self.module.target
+        held = {"target": self.target_bytes(size) if self.experiment.needs_blocks(config) else _n_bytes(target.tables)}
+        adam = _state_bytes(config["optimizer"]["name"], self.module)
+        if stage is None:
+            buckets = {"gradients in exchange": 4 * trained} if ranks > 1 else {}
+            return held | {"drafter": _n_bytes(self.module), "optimizer": adam} | buckets
+        if stage == FSDP:
+            return held | {"drafter": _n_bytes(self.module) // ranks, "optimizer": adam // ranks}
+        held["drafter"] = 2 * trained if stage < 3 else 2 * trained // ranks + min(2 * trained, 2 * ZERO_LIVE)
+        offloads = config["trainer"]["strategy"].get("offload_optimizer")
+        return held | {"optimizer": 0 if offloads else (adam + 4 * trained) // ranks}
+
+    def target_bytes(self, n_ranks: int) -> int:
+        """Return the bytes of one rank's share of the target, of which each has the whole tables."""
+        model = self.module.target.model
+        tables = {id(one): one.nbytes for one in (model.get_input_embeddings().weight, self.module.target.unembedding)}
+        whole = sum(tables.values())
+        return whole + (_n_bytes(model) - whole) // n_ranks
+
+    def exchanged_by_target(self, ranks: int) -> float:
+        """Return the bytes that a rank sends in a forward of the target over the rows of all ranks of its group."""
+        config, target, data = self.config, self.module.target, self.config["data"]
+        size = Target(**config["target"]).ranks_of_group(ranks) if self.experiment.needs_blocks(config) else 1
+        n_tokens = size * data["batch_size"] // ranks * data["row_tokens"]
+        states = n_tokens * target.config.get_text_config().hidden_size * target.dtype.itemsize
+        return 2 * target.n_layer * _all_reduced(states, size)  # behind attention, and behind the MLP
+
+    def pass_bytes(self, step: StepCost, ranks: int) -> int:
+        """Return the peak of a forward and a backward pass; divided gradients count as a rank keeps them.
+
+        FSDP2 gathers plain blocks one by one: one is read, the next on its way. It gathers the rest for a whole step.
+        """
+        stage = _stage(self.config)
+        if stage is None:
+            return step.peak_bytes
+        if stage == FSDP:
+            blocks = [_n_bytes(block) for block in self.module.plain_blocks]
+            rest = _n_bytes(self.module) - sum(blocks)
+            return step.peak_bytes - sum(blocks) + 4 * self.trained // ranks + rest + 3 * max(blocks, default=0)
+        return step.peak_bytes - 2 * self.trained + 2 * self.trained // ranks + 2 * min(self.trained, ZERO_BUCKET)
+
+
+def meta_target(options: Mapping) -> TargetModel:
+    """Return a target without memory, from its config alone, on the device `meta`."""
+    model = empty_model(options["path"], dtype=DTYPES[options["dtype"]])
+    with torch.device("meta"):
+        return TargetModel(model.eval().requires_grad_(False), engine=options["engine"])
+
+
+def _all_reduced(n_bytes: float, n_ranks: int) -> float:
+    """Return the bytes that each rank of a ring sends to add up a tensor of so many bytes."""
+    return 2 * (n_ranks - 1) / n_ranks * n_bytes
+
+
+def _short(count: int) -> str:
+    return f"{count / 1e9:.3g} billion" if count >= 1e9 else f"{count / 1e6:.3g} million"
+
+
+def _stage(config: Mapping) -> int | str | None:
+    """Return the stage of a config's DeepSpeed strategy, or FSDP; None for trainers that keep all on each rank."""
+    strategy = config["trainer"]["strategy"]
+    if isinstance(strategy, Mapping):
+        return strategy.get("stage", FSDP)
+    if strategy in ("auto", "ddp"):
+        return None
+    raise UserError(f"plan=true does not know trainer.strategy={strategy}; give trainer=ddp, deepspeed_zero2 or fsdp")
+
+
+def _n_bytes(module: nn.Module) -> int:
+    return sum(one.nbytes for one in (*module.parameters(), *module.buffers()))
+
+
+def _state_bytes(optimizer: str, module: nn.Module) -> int:
+    """Return the bytes of an optimizer's state: two numbers for each parameter, one where Muon steps a matrix."""
+    trained = [(name, one) for name, one in module.named_parameters() if one.requires_grad]
+    by_muon = sum(one.numel() for name, one in trained if optimizer == "muon" and is_matrix(name, one))
+    return 8 * sum(one.numel() for _, one in trained) - 4 * by_muon
