@@ -20,10 +20,12 @@ import dataclasses
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
 
 import numpy as np
 import torch
 from scipy.optimize import brentq
+from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from spectrain.config import conf_dir
@@ -38,6 +40,7 @@ from spectrain.training.spire import GUESSED_VOCAB
 BYTES_PER_VALUE = {"fp8": 1, "int8": 1, "fp16": 2, "bf16": 2, "tf32": 4, "fp32": 4}
 EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts")
 LONGEST_DRAFT = 16  # tokens; longer drafts are not tried
+MEASURED_S = 0.5  # of a CPU's rates
 REJECTED = 0.424, 0.30  # by a drafter of one block, and the power by which it falls with the blocks
 
 
@@ -331,27 +334,36 @@ def read_hardware(node: Mapping | str | None, dtype: str | None = None) -> Hardw
     return Hardware(f"{node['name']}, {dtype}", flops_per_s / node["bytes_per_s"], BYTES_PER_VALUE[dtype], flops_per_s)
 
 
-def measured_cpu(dtype: str, repeats: int = 7, n: int = 1024, stream_bytes: int = 2**27) -> Hardware:
-    """Time a matrix product of n rows, and a matrix-vector product with a matrix that no cache holds, in turns.
-
-    Both rates are medians, so a machine whose speed drifts hurts both alike.
-    """
+def measured_cpu(dtype: str) -> Hardware:
+    """Measure this machine; see `cpu_rates`."""
     if dtype not in ("fp32", "bf16"):
         raise UserError(f"dtype={dtype} cannot be measured on the CPU; give fp32 or bf16")
-    square = torch.ones(n, n, dtype=torch.float32 if dtype == "fp32" else torch.bfloat16)
-    rows = stream_bytes // (4 * n)
-    matrix, vector = torch.ones(rows, n), torch.ones(n)  # float32: in other dtypes the kernel is slower than memory
-    seconds = []
-    with torch.inference_mode():
-        for _ in range(repeats + 1):
-            for left, right in ((square, square), (matrix, vector)):
-                begun = time.perf_counter()
-                left @ right
-                seconds.append(time.perf_counter() - begun)
-    product_s, stream_s = np.median(np.reshape(seconds, (-1, 2))[1:], axis=0)  # the first is the warm-up
-    flops_per_s, bytes_per_s = float(2 * n**3 / product_s), float(4 * rows * n / stream_s)
+    flops_per_s, bytes_per_s = cpu_rates(dtype, torch.get_num_threads())
     name = f"this CPU ({cpu_name()}, {torch.get_num_threads()} thread(s)), {dtype}"
     return Hardware(name, flops_per_s / bytes_per_s, BYTES_PER_VALUE[dtype], flops_per_s)
+
+
+@cache
+def cpu_rates(dtype: str, n_threads: int) -> tuple[float, float]:
+    """Return FLOPs per second of a matrix product, and bytes per second of one with a vector that no cache holds.
+
+    They are timed in turns for half a second, and both are medians, so a machine whose speed drifts hurts both alike.
+    A processor that only emulates bfloat16 is a hundred times slower, so the number of turns cannot be fixed.
+    """
+    square = torch.ones(512, 512, dtype=torch.float32 if dtype == "fp32" else torch.bfloat16)
+    matrix, vector = torch.ones(2**15, 1024), torch.ones(1024)  # float32: in other dtypes slower than memory
+    seconds = []
+    with torch.inference_mode():
+        while len(seconds) < 2 or np.sum(seconds) < MEASURED_S:  # the first turn is the warm-up
+            seconds.append([_seconds(square, square), _seconds(matrix, vector)])
+    product_s, stream_s = np.median(seconds[1:], axis=0)
+    return float(2 * square.numel() ** 1.5 / product_s), float(4 * matrix.numel() / stream_s)
+
+
+def _seconds(left: Tensor, right: Tensor) -> float:
+    begun = time.perf_counter()
+    left @ right
+    return time.perf_counter() - begun
 
 
 def methods_for(target: Shape, options: Mapping) -> list[Method]:

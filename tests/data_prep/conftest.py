@@ -180,7 +180,6 @@ def training_options(shared) -> list[str]:
         "data.batch_size=2",
         "data.val_rows=2",
         "max_steps=6",
-        "trainer.precision=bf16-mixed",
         "trainer.log_every_n_steps=1",
         "trainer.val_check_interval=4",
         "tau.context_tokens=[16,32]",

@@ -169,7 +169,8 @@ def store(shared, tmp_path_factory) -> Path:
 
 @pytest.fixture
 def training(shared) -> list[str]:
-    return training_options(shared)
+    """Of the store's precision, since online and offline losses are compared."""
+    return [*training_options(shared), "trainer.precision=bf16-mixed"]
 
 
 def test_training_from_the_store_is_training_with_the_target_beside_it(capture, learn, training, asked, shared):
