@@ -30,6 +30,7 @@ from data_prep.states_server import StatesServer, listen_at
 from spectrain.cli import interruptible, open_target
 from spectrain.config import plain
 from spectrain.config.commands import Activations
+from spectrain.config.training import SUGGESTED
 from spectrain.data.packing import Packed
 from spectrain.data.row_cache import corpus_rows
 from spectrain.errors import AllRanksError, UserError
@@ -42,7 +43,7 @@ from spectrain.training.strategies import fast_precision
 
 NOT_HASHED = ("out", "fresh", "batch_tokens", "serve", "listen")  # they change no feature, or not beyond rounding
 ROW_TOKENS = 1024  # of a training that is told nothing else
-DEFAULT_LAYERS = 2  # the last ones, as +exp=spire
+DEFAULT_LAYERS = 2  # the last ones, as many as drafters have by default
 
 
 def main(options: Activations) -> None:
@@ -80,7 +81,7 @@ def serve(options: Activations) -> None:
         address = ":".join(map(str, listener.getsockname()))
         facts = {"target": options.target.path, "computed in": f"{precision}, on {target.device}", "address": address}
         show_facts("server of hidden states", facts)
-        served = {"+exp": "spire", "data": "served", "data.address": address, "target": options.target.path}
+        served = {"+exp": SUGGESTED, "data": "served", "data.address": address, "target": options.target.path}
         say_next("train", served)
         sys.stdout.flush()
         server.run(listener)
@@ -127,4 +128,4 @@ def show(out: Path, tokens_per_s: float | None) -> None:
     show_facts("activations", facts)
     row_tokens = None if manifest.row_tokens == ROW_TOKENS else manifest.row_tokens
     stored = {"data": "offline", "data.path": out, "data.row_tokens": row_tokens}
-    say_next("train", {"+exp": "spire", **stored, "target": manifest.config["target"]["path"]})
+    say_next("train", {"+exp": SUGGESTED, **stored, "target": manifest.config["target"]["path"]})

@@ -28,6 +28,7 @@ from data_prep.progress import show_facts, speed
 from spectrain.cli import interruptible, open_target
 from spectrain.config import plain
 from spectrain.config.commands import Responses
+from spectrain.config.training import SUGGESTED
 from spectrain.data.overlap import found_in, question_runs
 from spectrain.data.prompts import Question, read_prompts
 from spectrain.decoding import Sampling, stream
@@ -148,4 +149,4 @@ def show(out: Path, tokens_per_s: float | None) -> None:
     }
     show_facts("responses", facts)
     target = store.manifest.config["target"]["path"]
-    say_next("train", {"+exp": "spire", "corpus": f"responses:{out}", "target": target})
+    say_next("train", {"+exp": SUGGESTED, "corpus": f"responses:{out}", "target": target})

@@ -30,7 +30,7 @@ def main(options: MakeTarget) -> None:
     if options.package:
         check_choice("package", options.package, PACKAGES)
         package = PACKAGES[options.package]
-        out, method, target = Path(options.out or CHECKPOINTS / MADE[package.target]), "spire", package.target
+        out, method, target = Path(options.out or CHECKPOINTS / MADE[package.target]), "auto", package.target
         write = partial(write_package, package=package, wheels=out.parent, dtype=options.dtype)
     else:
         file = Path(options.gguf)

@@ -26,7 +26,8 @@ from spectrain.cli import open_target
 from spectrain.config.commands import Export, Target
 from spectrain.errors import UserError
 from spectrain.exports.exporting import lookup_export, run_export, write_again, write_export, write_lookup
-from spectrain.models.artifacts import is_export, load_spire, read_manifest
+from spectrain.models.artifacts import is_export, read_manifest
+from spectrain.models.kinds import about, module_of
 from spectrain.stores.folder import locked, refuse_existing, write_folder
 from spectrain.stores.locations import BUNDLED
 from spectrain.terminal import PROMPTS, say_next, stage
@@ -44,7 +45,7 @@ def main(options: Export) -> None:
     given = [one for one in (options.run, options.drafter, options.method) if one is not None]
     if len(given) != 1:
         raise UserError(
-            "give one of run=<folder of a run>, drafter=<exported SPIRe drafter>, or method=<lookup method> with "
+            "give one of run=<folder of a run>, drafter=<exported drafter>, or method=<lookup method> with "
             "datastore=<folder>"
         )
     out, write = (of_lookup if options.method else of_run if options.run else of_drafter)(options)
@@ -78,14 +79,14 @@ def of_run(options: Export) -> tuple[Path, Callable[..., None]]:
     experiment = open_experiment(
         run, partial(open_target, replace(run.target, parallel="none", tp=None), "cpu", has_blocks=False)
     )
-    if options.attention is not None and experiment.exports != "spire":
+    if options.attention is not None and about(experiment.exports).engine is None:
         raise UserError(f"attention={options.attention} is no option of {run.path}; remove it")
     export = replace(run_export(experiment, options.weights), attention=options.attention)
     return out, partial(write_export, export=export)
 
 
 def of_drafter(options: Export) -> tuple[Path, Callable[..., None]]:
-    """Return where an exported SPIRe drafter is written anew, and what fills that folder."""
+    """Return where an exported drafter is written anew, and what fills that folder."""
     drafter = Path(options.drafter)
     last = None if options.weights == "best" else options.weights
     for name, value in {"datastore": options.datastore, "export_dtype": options.export_dtype, "weights": last}.items():
@@ -95,9 +96,11 @@ def of_drafter(options: Export) -> tuple[Path, Callable[..., None]]:
     if out.resolve().is_relative_to(drafter.resolve()):
         raise UserError(f"out={out} lies inside the drafter {drafter}; give a folder outside of it")
     refuse_existing(out)
-    path = options.target.path or read_manifest(drafter).target
-    target = open_target(Target(path, dtype="float32"), "cpu", has_blocks=False)
-    config = load_spire(drafter, target).config  # what is no such drafter is refused before a folder is begun
+    artifact = read_manifest(drafter)
+    if (kind := about(artifact.kind)).engine is None:
+        raise UserError(f"drafter={drafter} is a {kind.noun}, in which engines need nothing more; give another drafter")
+    target = open_target(Target(options.target.path or artifact.target, dtype="float32"), "cpu", has_blocks=False)
+    config = module_of(artifact.kind).load(drafter, target).config  # a wrong one is refused before a folder is begun
     return out, partial(write_again, drafter=drafter, config=config, target=target, attention=options.attention)
 
 
@@ -105,7 +108,7 @@ def of_lookup(options: Export) -> tuple[Path, Callable[..., None]]:
     """Return where a lookup method is exported to, and what fills that folder."""
     method = options.method
     if options.attention is not None:
-        raise UserError(f"attention={options.attention} is an option of a SPIRe drafter; remove it")
+        raise UserError(f"attention={options.attention} is an option of drafters that vLLM runs; remove it")
     out = Path(options.out) if options.out else EXPORTED / method["_target_"].split(".")[-2]
     refuse_existing(out)
     export = lookup_export(method, options.datastore, options.target.path or BUNDLED)

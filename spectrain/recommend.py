@@ -28,6 +28,7 @@ import hydra
 from spectrain.cli import expand_shorthands, open_target
 from spectrain.config import TYPED_COMMAND, options_of, plain
 from spectrain.config.commands import Bench, Recommend
+from spectrain.config.training import SUGGESTED
 from spectrain.data.prompts import Question, question_ids
 from spectrain.decoding import Drafter, Sampling, generate
 from spectrain.errors import UserError
@@ -87,7 +88,7 @@ def main(options: Recommend) -> None:
     show(content)
     say_how(options, settings, drafters, asked[0] if is_chat else None)
     if not trained:
-        say_next("train", {"+exp": "spire", **typed_target()})
+        say_next("train", {"+exp": SUGGESTED, **typed_target()})
 
 
 def measure(
@@ -149,11 +150,11 @@ def gain_of_drafters(setting: Mapping, trained: Sequence[str]) -> str:
 
 
 def expected_of_a_drafter(target: str) -> str:
-    """Say what a SPIRe drafter would gain by the throughput model, and how long its training takes here."""
+    """Say what a drafter would gain by the throughput model, and how long its training takes here."""
     says = "no drafter is trained for this target"
     with stage("predicting what a trained drafter would gain"):
         try:
-            typed = expand_shorthands(["+exp=spire", f"target={target}"], "train")
+            typed = expand_shorthands([f"+exp={SUGGESTED}", f"target={target}"], "train")
             config = settled(plain(options_of("train", hydra.compose("train", typed))))
             plan, machine = plan_for(config)
             speed = float(speedup_by_depth(config, machine.peaks)[config["n_layer"]][0][0, 0])

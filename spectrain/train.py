@@ -34,7 +34,7 @@ from torch import Tensor
 
 from spectrain.cli import in_multirun, open_target
 from spectrain.config import plain
-from spectrain.config.training import Train
+from spectrain.config.training import EXPERIMENTS, SUGGESTED, Train
 from spectrain.decoding import Drafter
 from spectrain.decoding.text import chat_template
 from spectrain.errors import FinishedRun, UserError
@@ -63,7 +63,7 @@ log = logging.getLogger(__name__)
 
 def main(options: Train) -> None:
     if not options.experiment:
-        raise UserError("nothing to train; give +exp=spire, +exp=vanilla, +exp=specdecpp or +exp=target")
+        raise UserError(f"nothing to train; give {' or '.join(f'+exp={name}' for name in EXPERIMENTS)}")
     if options.plan:
         if rank_zero_only.rank == 0:
             show_plan(settled(plain(options)))
@@ -138,7 +138,7 @@ def show_plan(config: dict) -> None:
     check_row_tokens(config["data"]["row_tokens"], meta_target(config["target"]))
     show([("memory of one rank", memory_table(plan, machine))])
     Console().print(f"{plan.sentence(machine)}\n", highlight=False)
-    if config["kind"] == "spire":
+    if about(config["kind"]).by_depth:
         show([("speedup to expect, and draft length", depth_table(config, machine.peaks))])
     for obstacle in obstacles(config, plan):
         log.warning(obstacle)
@@ -212,7 +212,7 @@ def finish(options: Train, trainer: Trainer, export: Export, parts: Parts) -> No
         )
         show([(labels, head_table(result["metrics"]))], files=f"{run.path}/calibration.png")
     if kind.method is None:
-        say_next("train", {"+exp": "spire", "target": out})
+        say_next("train", {"+exp": SUGGESTED, "target": out})
     else:
         prompt = PROMPTS[export.experiment.target.tokenizer.chat_template is not None]
         decoding = {"method": kind.method, kind.option: out, "target": run.target.path, "prompt": prompt}

@@ -12,6 +12,7 @@ import re
 import shutil
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from importlib import import_module
 from pathlib import Path
 
 from torch import Tensor
@@ -19,8 +20,8 @@ from transformers import PreTrainedTokenizerBase
 
 from spectrain.data.overlap import TRAINED_ON
 from spectrain.errors import UserError
-from spectrain.exports.cards import NO_ENGINE, TEMPLATES, lookup_card, trained_card, vllm_use
-from spectrain.exports.vllm_folder import FOLDER, why_not_vllm, write_vllm_folder
+from spectrain.exports.cards import NO_ENGINE, TEMPLATES, lookup_card, trained_card
+from spectrain.exports.vllm_folder import FOLDER
 from spectrain.methods.loading import token_methods
 from spectrain.methods.options import build_function, check_options, plain_options
 from spectrain.methods.registry import instantiate, method_config
@@ -33,11 +34,11 @@ from spectrain.models.artifacts import (
     trained_artifact,
     write_manifest,
 )
+from spectrain.models.kinds import about
 from spectrain.models.packages import target_path
-from spectrain.models.spire import SpireConfig
 from spectrain.retrieval.calibration import CALIBRATION
 from spectrain.retrieval.datastore import Datastore, largest_datastore
-from spectrain.stores.files import read_object, write_json
+from spectrain.stores.files import write_json
 from spectrain.stores.folder import MANIFEST
 from spectrain.stores.locations import CHECKPOINTS, bundled_folder
 from spectrain.target import TargetModel, fingerprint, tokenizer_fingerprint
@@ -58,7 +59,7 @@ class Export:
     experiment: Experiment
     weights: dict[str, Tensor]  # whole, of the training's module
     trained: dict  # steps, tokens, tau: what spectrain.json keeps
-    attention: str | None = None  # of a SPIRe drafter in vLLM; None: stock
+    attention: str | None = None  # of a drafter in vLLM; None: as its kind has it
 
 
 def run_export(experiment: Experiment, which: str) -> Export:
@@ -113,8 +114,7 @@ def write_export(folder: Path, out: Path, export: Export) -> None:
         write_manifest(folder, trained_artifact(kind, path, prints[0], trained, prints[1]))
         write_decode(folder)
         about_target = engine_path(path), prints[0]
-        if kind == "spire":
-            engine = write_for_vllm(folder, out, target, export.attention)
+        engine = write_for_engine(kind, folder, out, target, export.attention)
     card = trained_card(kind, named(out), about_target, run.config, trained, run.attempts, engine)
     (folder / CARD).write_text(card, encoding="utf-8")
     let_others_read(folder)
@@ -127,12 +127,21 @@ def let_others_read(folder: Path) -> None:
 
 
 def write_again(
-    folder: Path, out: Path, drafter: Path, config: SpireConfig, target: TargetModel, attention: str | None
+    folder: Path, out: Path, drafter: Path, config: object, target: TargetModel, attention: str | None
 ) -> None:
-    """Fill a folder that will appear as `out` with an exported SPIRe drafter as it is exported today."""
+    """Fill a folder that will appear as `out` with an exported drafter as its kind is exported today.
+
+    Args:
+        folder: to be filled.
+        out: its name when it is complete.
+        drafter: the export.
+        config: of the drafter, as it was read.
+        target: it was trained for.
+        attention: see `Export`.
+    """
     shutil.copytree(drafter, folder, dirs_exist_ok=True, ignore=lambda _, names: {FOLDER} & {*names})
     write_json(folder / "config.json", config)
-    engine = write_for_vllm(folder, out, target, attention)
+    engine = write_for_engine(read_manifest(folder).kind, folder, out, target, attention)
     if (folder / CARD).is_file():
         card = (folder / CARD).read_text(encoding="utf-8").replace(NO_ENGINE, engine)
         card = re.sub(r'(?<="model":")[^"]*(?=/vllm")', lambda _: named(out), card)  # the command of an earlier export
@@ -140,18 +149,12 @@ def write_again(
     let_others_read(folder)
 
 
-def write_for_vllm(folder: Path, out: Path, target: TargetModel, attention: str | None) -> str:
-    """Write what vLLM needs beside a SPIRe drafter, where it can run it, and return what its card says of it."""
-    config, artifact = read_object(folder / "config.json", SpireConfig, "export it again"), read_manifest(folder)
-    if (why := why_not_vllm(config)) is not None:
-        if attention is not None:
-            raise UserError(f"attention={attention} is for vLLM, which cannot run this drafter: {why}; remove it")
-        log.info("no folder for vLLM: %s", why)
-    else:
-        of_target = engine_path(artifact.target), artifact.target_fingerprint
-        write_vllm_folder(folder, config, target, *of_target, attention or "stock")
-    n_tokens = artifact.trained.get("fastest_gamma") or config.k
-    return vllm_use(named(out), engine_path(artifact.target), n_tokens, attention, why)
+def write_for_engine(kind: str, folder: Path, out: Path, target: TargetModel, attention: str | None) -> str:
+    """Write what another engine needs of a drafter, where one runs its kind, and return what its card says of it."""
+    if about(kind).engine is None:
+        return NO_ENGINE
+    module, artifact = import_module(f"spectrain.exports.{about(kind).engine}"), read_manifest(folder)
+    return module.write_for_engine(folder, named(out), engine_path(artifact.target), target, attention)
 
 
 def write_decode(folder: Path) -> None:

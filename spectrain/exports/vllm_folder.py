@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import shutil
 from dataclasses import asdict
@@ -9,11 +10,15 @@ from pathlib import Path
 
 from safetensors.torch import save_file
 
+from spectrain.errors import UserError
+from spectrain.exports.cards import vllm_use
 from spectrain.exports.vllm_versions import ARCHITECTURE, FORMAT
-from spectrain.models.artifacts import WEIGHTS
+from spectrain.models.artifacts import WEIGHTS, read_manifest
 from spectrain.models.spire import SpireConfig
-from spectrain.stores.files import write_json
+from spectrain.stores.files import read_object, write_json
 from spectrain.target.target import FINAL, TargetModel
+
+log = logging.getLogger(__name__)
 
 FOLDER = "vllm"
 TARGET = "target.safetensors"  # of the target: its last norm, and some rows of its embedding, by which it is known
@@ -32,6 +37,30 @@ def why_not_vllm(config: SpireConfig) -> str | None:
     if config.window_tokens < 2:
         return "vLLM has no window of window_tokens=1, in which a token sees no other"
     return None
+
+
+def write_for_engine(folder: Path, name: str, target_name: str, target: TargetModel, attention: str | None) -> str:
+    """Write what vLLM needs beside a SPIRe drafter, where it can run it, and return what the export's card says of it.
+
+    Args:
+        folder: of the export.
+        name: the export in command lines.
+        target_name: the target, likewise.
+        target: it was trained for, or its tables alone.
+        attention: stock or exact, see `write_vllm_folder`; None: stock.
+
+    Raises:
+        UserError: `attention` was asked for, and vLLM cannot run the drafter.
+    """
+    config, artifact = read_object(folder / "config.json", SpireConfig, "export it again"), read_manifest(folder)
+    if (why := why_not_vllm(config)) is not None:
+        if attention is not None:
+            raise UserError(f"attention={attention} is for vLLM, which cannot run this drafter: {why}; remove it")
+        log.info("no folder for vLLM: %s", why)
+    else:
+        write_vllm_folder(folder, config, target, target_name, artifact.target_fingerprint, attention or "stock")
+    n_tokens = artifact.trained.get("fastest_gamma") or config.k
+    return vllm_use(name, target_name, n_tokens, attention, why)
 
 
 def write_vllm_folder(

@@ -11,11 +11,10 @@ import heapq
 from collections.abc import Sequence
 from itertools import chain
 
-from torch import Tensor
+from torch import Tensor, nn
 
 from spectrain.decoding import Drafter
 from spectrain.measure.results import QuestionRow
-from spectrain.models.spire import SpireDrafter
 from spectrain.target import TargetModel
 
 MODELS = ("draft_model", "reader", "model", "drafter")  # what drafts, as methods call it
@@ -63,7 +62,7 @@ def _context_tokens(row: QuestionRow) -> float:
     return sum(n * tokens for n, tokens in turns) / max(1, row.n_tokens)
 
 
-def weight_bytes(model: TargetModel | Drafter | SpireDrafter) -> int:
+def weight_bytes(model: TargetModel | Drafter | nn.Module) -> int:
     """Return the bytes of weights that a forward of a model, or a level of a method's drafts, reads.
 
     Of several methods those of the one that reads the most; 0: no model drafts.

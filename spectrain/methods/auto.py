@@ -20,6 +20,7 @@ from spectrain.decoding import Context, Drafter, Sampling, Verified
 from spectrain.decoding.generation import Choice
 from spectrain.drafting.step_costs import Costs, Table
 from spectrain.methods.autoregressive import Autoregressive
+from spectrain.models.kinds import drafters
 from spectrain.target import DraftTree, KVCache, TargetModel, TargetOutput
 
 PLAIN = "autoregressive"
@@ -32,14 +33,11 @@ SWITCHING = 0.1  # of a trial's time, that it costs to begin and end it
 MOST_FAILURES = 7  # the wait for the next trial is a multiple of those that failed, up to this one
 RESTING = 256  # a method that reads states takes no part in a generation if its next trial is more steps away
 
+LOOKUPS = {"sssd": ("logitspec",), "pld": (), "logitspec": ()}
 # The methods that method=auto chooses from, and those that each of them makes superfluous.
 METHODS: dict[str, tuple[str, ...]] = {
-    "spire_sssd": ("sssd", "logitspec"),
-    "spire": (),
-    "speculative": (),
-    "sssd": ("logitspec",),
-    "pld": (),
-    "logitspec": (),
+    **{name: without for _, kind in drafters() for name, without in kind.auto.items()},
+    **LOOKUPS,
 }
 
 

@@ -16,7 +16,7 @@ from spectrain.target import TargetModel
 def build(
     target: TargetModel,
     drafter: str,
-    tree: Literal["spire", "vanilla"],
+    tree: str,
     lookup: Literal["sssd"] | None = None,
     datastore: str | None = None,
     branches: Whole = BRANCHES,

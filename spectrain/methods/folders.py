@@ -20,7 +20,7 @@ from spectrain.drafting.budget import AUTO
 from spectrain.errors import UserError
 from spectrain.methods.options import build_function, module_of, names
 from spectrain.models.artifacts import default_artifact, is_export, read_manifest
-from spectrain.models.kinds import about
+from spectrain.models.kinds import about, drafters
 from spectrain.retrieval.datastore import largest_datastore
 from spectrain.stores.locations import CHECKPOINTS
 from spectrain.target import TargetModel, fingerprint, tokenizer_fingerprint
@@ -110,7 +110,8 @@ def method_of_kind(kind: str) -> ModuleType:
     method = about(kind).method
     module = import_module(f"spectrain.methods.{method}") if method else None
     if not hasattr(module, "open_states"):
-        raise UserError(f"a {kind} has no hidden state to stop by; give a vanilla or a spire drafter")
+        known = " or ".join(name for name, _ in drafters())
+        raise UserError(f"a {kind} has no hidden state to stop by; give a drafter of kind {known}")
     return module
 
 

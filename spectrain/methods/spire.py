@@ -27,10 +27,9 @@ from spectrain.drafting.stopping import StopRule
 from spectrain.errors import UserError, check_whole
 from spectrain.kernels import MOST_TOKENS, Graphs, padded
 from spectrain.methods.options import Dtype, Nodes, Whole
-from spectrain.models.artifacts import fastest_gamma, load_spire, trained_acceptance
-from spectrain.models.draft_states import SpireStates
-from spectrain.models.rollout import chunk_tokens, windowed_states
-from spectrain.models.spire import SpireDrafter
+from spectrain.models.artifacts import fastest_gamma, trained_acceptance
+from spectrain.models.rollout import SpireStates, chunk_tokens, windowed_states
+from spectrain.models.spire import SpireDrafter, load
 from spectrain.target import DraftTree, KVCache, TargetModel, TargetOutput
 from spectrain.target.lean import fused_kernels
 from spectrain.target.llama import KeysValues, additive
@@ -51,7 +50,7 @@ def build(
     gamma: None takes, with max_nodes "auto", as many tokens in each step as pay; else the number that was the fastest
     after training, which is in the export. For the others see `Spire`.
     """
-    loaded, fastest = load_spire(Path(drafter), target), fastest_gamma(Path(drafter))
+    loaded, fastest = load(Path(drafter), target), fastest_gamma(Path(drafter))
     k, window = loaded.config.k, loaded.config.window_tokens
     acceptance = trained_acceptance(Path(drafter))
     length, budget = lengths_of(gamma, max_nodes, fastest or k, min(LONGER * k, window), acceptance)
@@ -60,7 +59,7 @@ def build(
 
 def open_states(target: TargetModel, drafter: str, rollout_tokens: int) -> SpireStates:
     """Open an exported drafter whose states an acceptance head reads."""
-    loaded = load_spire(Path(drafter), target).to(device=target.device, dtype=target.dtype).eval().requires_grad_(False)
+    loaded = load(Path(drafter), target).to(device=target.device, dtype=target.dtype).eval().requires_grad_(False)
     return SpireStates(loaded, min(rollout_tokens, loaded.config.window_tokens))
 
 
@@ -74,7 +73,7 @@ def for_trees(
     target: TargetModel, drafter: str, levels: int, branches: int, draft_dtype: str, draft_vocab: int | str | None
 ) -> Spire:
     """The model of a `TreeDrafter`. A tree has no more levels than tokens in the window."""
-    loaded = load_spire(Path(drafter), target)
+    loaded = load(Path(drafter), target)
     levels = min(levels, loaded.config.window_tokens)
     n_read = 1 + branches * (levels - 1)  # the root, and the branches of each level but the last
     return Spire(loaded, levels, draft_dtype=draft_dtype, draft_vocab=draft_vocab, tree_nodes=n_read)

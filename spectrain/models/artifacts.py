@@ -13,18 +13,13 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
-import torch
 from safetensors import safe_open
-from safetensors.torch import load_file, save_file
 
 from spectrain.config import conf_dir
 from spectrain.errors import UserError, shown
 from spectrain.models.kinds import about
-from spectrain.models.spire import SpireConfig, SpireDrafter
 from spectrain.stores import locations
 from spectrain.stores.files import read_object, write_json
-from spectrain.target import TargetModel, fingerprint
-from spectrain.target.loading import check_finite
 
 log = logging.getLogger(__name__)
 
@@ -187,35 +182,6 @@ def measured_tau(artifact: Artifact) -> float | None:
     taus = artifact.trained.get("tau") or {}
     values = [one["value"] for one in (taus.get(artifact.kind) or taus.get(artifact.method) or {}).values()]
     return sum(values) / len(values) if values else None
-
-
-def save_spire(folder: Path, drafter: SpireDrafter, dtype: torch.dtype = torch.float32) -> None:
-    """Write weights (tied ones once) and config into an existing folder. The target's tables are left out."""
-    state = drafter.state_dict()
-    state = {name: (t.to(dtype) if t.is_floating_point() else t).contiguous() for name, t in state.items()}
-    if drafter.config.has_one_table:
-        del state["lm_head.weight"]
-    save_file(state, folder / WEIGHTS)
-    write_json(folder / "config.json", drafter.config)
-
-
-def load_spire(folder: Path, target: TargetModel, option: str = "drafter") -> SpireDrafter:
-    """Open a SPIRe drafter in float32, which shares the target's tables. `option` is the one that it was given by.
-
-    Raises:
-        UserError: it does not fit the target, or is damaged.
-    """
-    given = f"{option}={folder}"
-    check_artifact(folder, "spire", fingerprint(target.model, target.tokenizer), option)
-    config = read_object(folder / "config.json", SpireConfig, "export it again")
-    drafter = SpireDrafter(config, target)
-    with damage_of(given):
-        state = load_file(folder / WEIGHTS)
-        if config.has_one_table:
-            state["lm_head.weight"] = state["embed_tokens.weight"]
-        drafter.load_state_dict(state)
-    check_finite(drafter, given)
-    return drafter
 
 
 @dataclass(frozen=True)

@@ -6,17 +6,13 @@ An acceptance head reads these states, and the distributions that drafts are dra
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from dataclasses import asdict
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import PreTrainedTokenizerBase
 
-from spectrain.errors import UserError
-from spectrain.models.rollout import rollout
-from spectrain.models.spire import SpireDrafter
-from spectrain.target.fingerprint import fingerprint, module_fingerprint
+from spectrain.target.fingerprint import fingerprint
 from spectrain.target.target import TargetModel
 
 
@@ -79,35 +75,6 @@ class ModelStates(DraftStates):
 
     def logits(self, hidden: Tensor) -> Tensor:
         return in_vocabulary(self.model.logits_of(hidden), self.vocab_size)
-
-
-class SpireStates(DraftStates):
-    """A SPIRe drafter, rolled out from every `block_tokens`-th position: the first token of each block is a root.
-
-    A head is trained on drafts of depth 1 .. block_tokens - 1.
-    """
-
-    def __init__(self, drafter: SpireDrafter, block_tokens: int) -> None:
-        if not 2 <= block_tokens <= (window := drafter.config.window_tokens):
-            raise UserError(f"rollout_tokens={block_tokens} must be 2..{window}, the drafter's window_tokens")
-        self.drafter, self.module, self.block_tokens = drafter, drafter, block_tokens
-        self.hidden_size, self.max_positions = drafter.config.shape.hidden_size, drafter.config.shape.max_positions
-        self.capture_layers = drafter.config.captured_layers
-
-    def fingerprint(self) -> str:
-        description = asdict(self.drafter.config)
-        # Both are younger than heads that name their drafter so.
-        if not description["shape"]["layer_types"]:
-            del description["shape"]["layer_types"]
-        if description["own_key"]:
-            del description["own_key"]
-        return module_fingerprint(self.drafter, description)
-
-    def hidden(self, tokens: Tensor, captured: Tensor | None) -> Tensor:
-        return rollout(self.drafter, tokens, captured, self.block_tokens)
-
-    def logits(self, hidden: Tensor) -> Tensor:
-        return self.drafter.logits(hidden)
 
 
 def in_vocabulary(logits: Tensor, vocab_size: int) -> Tensor:

@@ -1,16 +1,23 @@
-"""Kinds of artifacts. A trained kind is a module of `spectrain.models` that has its name and a constant `KIND`."""
+"""The catalogue of what is trained and exported: one record for each kind.
+
+A trained kind is a module of `spectrain.models` that has its name and a constant `KIND`. Whatever differs from kind to
+kind outside of its own files is a field of `Kind`, so nothing else names one.
+"""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
 from importlib import import_module
+from types import ModuleType
 
+from spectrain.config.training import EXPERIMENTS
 from spectrain.errors import UserError, shown
 
 
 @dataclass(frozen=True)
 class Kind:
-    """A kind of artifact, as messages name it."""
+    """A kind of artifact."""
 
     option: str  # by which a user gives a folder of this kind
     noun: str
@@ -18,6 +25,11 @@ class Kind:
     method: str | None = None  # of conf/method/, which decodes with it; None: each folder names its own
     library: str = "spectrain"  # that opens it, as the hub names libraries
     about: str = ""  # what it is, as its model card says
+    # The methods that method=auto tries with a drafter of this kind, and those that each of them makes superfluous.
+    auto: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    by_depth: bool = False  # whether the throughput model predicts what its number of blocks gains
+    # The module of spectrain.exports whose `write_for_engine` writes what another engine needs of an export.
+    engine: str | None = None
 
 
 HEAD = Kind(
@@ -45,3 +57,15 @@ def about(kind: str) -> Kind:
         return import_module(f"spectrain.models.{kind}").KIND
     except (ModuleNotFoundError, AttributeError, ValueError):
         raise UserError(f"kind {shown(kind)} is unknown to this version of spectrain; install a newer one") from None
+
+
+def module_of(kind: str) -> ModuleType:
+    """Return the module of a trained kind, which has `load` where an engine needs files of it (`Kind.engine`)."""
+    return import_module(f"spectrain.models.{kind}")
+
+
+def drafters() -> Iterator[tuple[str, Kind]]:
+    """Yield the kinds of trained drafters with their names, in the order of their experiments."""
+    for name in EXPERIMENTS:
+        if (kind := about(name)).option == "drafter":
+            yield name, kind

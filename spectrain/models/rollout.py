@@ -15,14 +15,17 @@ Letters: as in `spire.py`; C tokens per chunk, c chunks per row, n = C / k block
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from functools import cached_property
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from spectrain.errors import UserError
+from spectrain.models.draft_states import DraftStates
 from spectrain.models.spire import SpireConfig, SpireDrafter
+from spectrain.target.fingerprint import module_fingerprint
 from spectrain.target.llama import KeysValues, grouped
 
 
@@ -222,3 +225,32 @@ class _Layout:
         sees_near = in_reach & (of_near == documents) & (near >= 0) & (near < before)
         sees_sinks = (self.sinks < self.near[:, :1])[:, :, None] & (self.reaching_in[..., None, None] == documents)
         return torch.cat([sees_sinks, sees_near], dim=3)
+
+
+class SpireStates(DraftStates):
+    """A SPIRe drafter, rolled out from every `block_tokens`-th position: the first token of each block is a root.
+
+    A head is trained on drafts of depth 1 .. block_tokens - 1.
+    """
+
+    def __init__(self, drafter: SpireDrafter, block_tokens: int) -> None:
+        if not 2 <= block_tokens <= (window := drafter.config.window_tokens):
+            raise UserError(f"rollout_tokens={block_tokens} must be 2..{window}, the drafter's window_tokens")
+        self.drafter, self.module, self.block_tokens = drafter, drafter, block_tokens
+        self.hidden_size, self.max_positions = drafter.config.shape.hidden_size, drafter.config.shape.max_positions
+        self.capture_layers = drafter.config.captured_layers
+
+    def fingerprint(self) -> str:
+        description = asdict(self.drafter.config)
+        # Both are younger than heads that name their drafter so.
+        if not description["shape"]["layer_types"]:
+            del description["shape"]["layer_types"]
+        if description["own_key"]:
+            del description["own_key"]
+        return module_fingerprint(self.drafter, description)
+
+    def hidden(self, tokens: Tensor, captured: Tensor | None) -> Tensor:
+        return rollout(self.drafter, tokens, captured, self.block_tokens)
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        return self.drafter.logits(hidden)

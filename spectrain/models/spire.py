@@ -19,15 +19,21 @@ import copy
 import dataclasses
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 import torch.nn.functional as F
+from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from spectrain.errors import UserError
+from spectrain.models.artifacts import WEIGHTS, check_artifact, damage_of
 from spectrain.models.kinds import Kind
+from spectrain.stores.files import read_object, write_json
+from spectrain.target.fingerprint import fingerprint
 from spectrain.target.llama import KeysValues, LlamaBlock, LlamaShape, Rope, grouped
+from spectrain.target.loading import check_finite
 from spectrain.target.target import FINAL, TargetModel
 
 KIND = Kind(
@@ -35,6 +41,9 @@ KIND = Kind(
     method="spire",
     about="A SPIRe drafter: it reads the target's own activations of the text and a sparse window of its KV cache, and "
     "drafts a chain of tokens for the target to verify.",
+    auto={"spire_sssd": ("sssd", "logitspec"), "spire": ()},
+    by_depth=True,
+    engine="vllm_folder",
 )
 TABLE_TOKENS = 8192  # tokens whose inputs are computed at a time
 
@@ -314,3 +323,32 @@ class SpireDrafter(nn.Module):
         if self.recomputes and torch.is_grad_enabled():
             return checkpoint(function, *inputs, use_reentrant=False, preserve_rng_state=False)  # nothing is drawn
         return function(*inputs)
+
+
+def save(folder: Path, drafter: SpireDrafter, dtype: torch.dtype = torch.float32) -> None:
+    """Write weights (tied ones once) and config into an existing folder. The target's tables are left out."""
+    state = drafter.state_dict()
+    state = {name: (t.to(dtype) if t.is_floating_point() else t).contiguous() for name, t in state.items()}
+    if drafter.config.has_one_table:
+        del state["lm_head.weight"]
+    save_file(state, folder / WEIGHTS)
+    write_json(folder / "config.json", drafter.config)
+
+
+def load(folder: Path, target: TargetModel, option: str = "drafter") -> SpireDrafter:
+    """Open a SPIRe drafter in float32, which shares the target's tables. `option` is the one that it was given by.
+
+    Raises:
+        UserError: it does not fit the target, or is damaged.
+    """
+    given = f"{option}={folder}"
+    check_artifact(folder, "spire", fingerprint(target.model, target.tokenizer), option)
+    config = read_object(folder / "config.json", SpireConfig, "export it again")
+    drafter = SpireDrafter(config, target)
+    with damage_of(given):
+        state = load_file(folder / WEIGHTS)
+        if config.has_one_table:
+            state["lm_head.weight"] = state["embed_tokens.weight"]
+        drafter.load_state_dict(state)
+    check_finite(drafter, given)
+    return drafter

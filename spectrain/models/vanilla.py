@@ -15,6 +15,7 @@ KIND = Kind(
     method="speculative",
     library="transformers",
     about="A small ordinary language model that drafts tokens for a larger one with the same vocabulary to verify.",
+    auto={"speculative": ()},
 )
 DRAFT_TOKENS = 5  # drafted per step by other engines; vLLM's own example has 5
 

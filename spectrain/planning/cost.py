@@ -279,7 +279,7 @@ def speedup_by_depth(config: Mapping, hardware: Hardware) -> dict[int, tuple[np.
         if config["draft_vocab"] is not None:
             n_tokens = GUESSED_VOCAB if config["draft_vocab"] == "auto" else config["draft_vocab"]
             shape = dataclasses.replace(shape, vocab_size=min(n_tokens, target.vocab_size))
-        method = Method("spire", shape, Acceptance(tau_of_depth(n_layer), 4), cache, config["feedback"])
+        method = Method("drafter", shape, Acceptance(tau_of_depth(n_layer), 4), cache, config["feedback"])
         found[n_layer] = CostModel(target, hardware, count_unembedding=True).best(method, *config["workload"].values())
     return found
 

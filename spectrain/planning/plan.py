@@ -19,6 +19,7 @@ from torch import nn
 
 from spectrain.config import Target
 from spectrain.errors import UserError
+from spectrain.models.kinds import drafters
 from spectrain.planning.cost import Hardware, empty_model
 from spectrain.planning.dry_step import StepCost, cost_of
 from spectrain.target import TargetModel
@@ -129,7 +130,8 @@ class Outline:
     def of(cls, config: Mapping) -> Outline:
         run = RunFolder(Path(), config, "plan")
         if not experiment_type(config).drafts:
-            raise UserError("plan=true predicts what drafters take (+exp=spire, +exp=vanilla); leave it out")
+            known = " or ".join(f"+exp={name}" for name, _ in drafters())
+            raise UserError(f"plan=true predicts what drafters take ({known}); leave it out")
         target = meta_target(config["target"])  # which a package may first have to write, with numbers
         with torch.device("meta"):
             experiment = open_experiment(run, lambda: target)

@@ -13,7 +13,7 @@ import torch
 from safetensors import safe_open
 from transformers import AutoModelForCausalLM, GenerationConfig
 
-from spectrain.target.lean import SPIRE_LIKE
+from spectrain.target.lean import DRAFTED_FOR
 from spectrain.target.loading import DTYPES, check_finite, first_line, read_config, read_tokenizer
 from spectrain.target.target import TargetModel
 
@@ -38,7 +38,7 @@ def open_tables(folder: Path, dtype: str, device: str) -> TargetModel | None:
             with safe_open(file, "pt") as weights:
                 mapped |= {name: weights.get_tensor(name) for name in weights.keys()}  # noqa: SIM118
         shapes = {name: weight.shape for name, weight in model.named_parameters()}
-        if config.model_type not in SPIRE_LIKE or any(mapped[name].shape != shape for name, shape in shapes.items()):
+        if config.model_type not in DRAFTED_FOR or any(mapped[name].shape != shape for name, shape in shapes.items()):
             return None
         if (folder / "generation_config.json").is_file():
             model.generation_config = GenerationConfig.from_pretrained(folder)

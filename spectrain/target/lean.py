@@ -23,7 +23,7 @@ from spectrain.target.weights import Int8Linear, RowsLinear, TextLinear, is_emul
 
 PIECE_STEP = 8  # a piece of a prompt has a multiple of so many tokens, because each number takes a program of its own
 LLAMA_LIKE = ("llama", "mistral", "qwen2", "qwen3")  # others scale, soft-cap or norm in ways the block does not have
-SPIRE_LIKE = (*LLAMA_LIKE, "gemma3_text")  # whose blocks a SPIRe drafter can have
+DRAFTED_FOR = (*LLAMA_LIKE, "gemma3_text")  # whose blocks a drafter of ours can have
 MOST_WIDTH = 256  # of a head, for our own kernels on a GPU
 ROPE_TYPES = ("default", "linear", "llama3", "yarn")  # of others the frequencies change with the length of the text
 MATRICES = {  # of a block: our names -> Hugging Face's, whose rows stand one below the other
@@ -48,13 +48,13 @@ GEMMA_NORMS = NORMS | {  # which multiply by 1 + weight
 def shape_of(model: PreTrainedModel) -> LlamaShape:
     """Return the dimensions of a Llama-like model. Raise UserError for another one."""
     config = model.config
-    if (family := config.model_type) not in SPIRE_LIKE:
-        known = ", ".join(SPIRE_LIKE)
+    if (family := config.model_type) not in DRAFTED_FOR:
+        known = ", ".join(DRAFTED_FOR)
         raise UserError(f"target of type {family} is not computed like Llama; give one of {known}, or +exp=vanilla")
     is_gemma = family not in LLAMA_LIKE
     for parameters in config.rope_parameters.values() if is_gemma else [config.rope_parameters]:
         if (rope := parameters.get("rope_type", "default")) not in ROPE_TYPES:
-            raise UserError(f"the target's RoPE is of type {rope}; SPIRe supports {', '.join(ROPE_TYPES)}")
+            raise UserError(f"the target's RoPE is of type {rope}; drafters support {', '.join(ROPE_TYPES)}")
     attention, mlp = model.model.layers[0].self_attn, model.model.layers[0].mlp
     return LlamaShape(
         vocab_size=config.vocab_size,
@@ -78,7 +78,7 @@ def shape_of(model: PreTrainedModel) -> LlamaShape:
 
 def why_not_lean(model: PreTrainedModel) -> str | None:
     """Return why the lean decoder cannot run a model, or None where it can."""
-    if (family := model.config.model_type) in SPIRE_LIKE and family not in LLAMA_LIKE:
+    if (family := model.config.model_type) in DRAFTED_FOR and family not in LLAMA_LIKE:
         return f"{family} scales embeddings and norms what its blocks add"
     if family in LLAMA_LIKE and (why := why_not_plain(model)) is not None:
         return why

@@ -15,10 +15,10 @@ from spectrain.config.fields import shown
 from spectrain.decoding import Drafter
 from spectrain.errors import UserError
 from spectrain.methods.spire import Spire
-from spectrain.models.artifacts import WEIGHTS, load_spire, read_manifest, save_spire
+from spectrain.models.artifacts import WEIGHTS, read_manifest
 from spectrain.models.pruned_init import FIT_TOKENS, NEW, InputFit, last_layers, new_drafter
 from spectrain.models.rollout import rollout, root_of_epoch
-from spectrain.models.spire import SpireConfig, SpireDrafter
+from spectrain.models.spire import SpireConfig, SpireDrafter, load, save
 from spectrain.stores.folder import digest, sha256
 from spectrain.target import TargetModel
 from spectrain.target.lean import shape_of
@@ -197,7 +197,7 @@ class SpireExperiment(Experiment):
     def trained_before(self) -> SpireDrafter:
         """The drafter of the folder `init`, to be trained further; UserError where the run asks for another shape."""
         folder, asked = self.config["init"], self.config["draft_vocab"]
-        drafter = load_spire(Path(folder), self.target, "init")
+        drafter = load(Path(folder), self.target, "init")
         n_tokens = drafter.config.draft_vocab
         if isinstance(asked, int) and n_tokens is not None and asked < n_tokens:
             drafter = drafter.cut_to(asked)
@@ -244,7 +244,7 @@ class SpireExperiment(Experiment):
         return Spire(self.model(weights), draft_dtype="auto", draft_vocab="auto")
 
     def save(self, folder: Path, weights: dict[str, Tensor]) -> None:
-        save_spire(folder, drafter=self.model(weights), dtype=DTYPES[self.config["export_dtype"]])
+        save(folder, drafter=self.model(weights), dtype=DTYPES[self.config["export_dtype"]])
 
 
 def trainings_of(folder: Path) -> list[dict]:

@@ -12,9 +12,9 @@ from spectrain.decoding import generate
 from spectrain.exports.vllm_folder import write_vllm_folder
 from spectrain.methods.autoregressive import Autoregressive
 from spectrain.methods.spire import Spire
-from spectrain.models.artifacts import save_spire
 from spectrain.models.pruned_init import last_layers, new_drafter
 from spectrain.models.spire import SpireConfig, SpireDrafter
+from spectrain.models.spire import save as save_spire
 from spectrain.target import TargetModel, fingerprint
 from spectrain.target.lean import shape_of
 from spectrain.target.target import FINAL

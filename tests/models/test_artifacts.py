@@ -21,14 +21,14 @@ from spectrain.models.artifacts import (
     decoded_by,
     default_artifact,
     fastest_gamma,
-    load_spire,
-    save_spire,
     trained_acceptance,
     trained_artifact,
     write_manifest,
 )
 from spectrain.models.pruned_init import last_layers, new_drafter
 from spectrain.models.spire import SpireConfig
+from spectrain.models.spire import load as load_spire
+from spectrain.models.spire import save as save_spire
 from spectrain.models.vanilla import new_vanilla
 from spectrain.target import TargetModel, fingerprint
 from spectrain.target.lean import shape_of

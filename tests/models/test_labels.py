@@ -13,8 +13,9 @@ from torch import Tensor
 from transformers import MinPLogitsWarper, TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
 from spectrain.decoding import Sampling
-from spectrain.models.draft_states import DraftStates, ModelStates, SpireStates
+from spectrain.models.draft_states import DraftStates, ModelStates
 from spectrain.models.labels import LabelledTexts, label_texts, mix_tokens
+from spectrain.models.rollout import SpireStates
 from spectrain.models.spire import SpireDrafter
 from spectrain.target import TargetModel
 from spectrain.target.fingerprint import module_fingerprint

@@ -13,10 +13,11 @@ from spectrain.decoding import Sampling, generate
 from spectrain.decoding.sampling import Uniforms, row_generator
 from spectrain.drafting.stopping import StopRule
 from spectrain.methods.spire import Spire
-from spectrain.models.draft_states import DraftStates, ModelStates, SpireStates
+from spectrain.models.draft_states import DraftStates, ModelStates
 from spectrain.models.head import DrafterFacts, HeadConfig, HeadFacts
 from spectrain.models.labels import label_texts
 from spectrain.models.pruned_init import last_layers, new_drafter
+from spectrain.models.rollout import SpireStates
 from spectrain.models.spire import SpireConfig
 from spectrain.target import TargetModel
 from spectrain.target.lean import shape_of
