@@ -3,7 +3,7 @@
     python -m spectrain.report runs=runs out=report.html
     python -m spectrain.report runs=[runs,other/runs] out=all.html
 
-Looks through the folders for trainings and benchmarks, finished or not, and for throughput models (cost.json). See
+Looks through the folders for trainings and benchmarks, finished or not. See
 docs/measuring.md.
 """
 

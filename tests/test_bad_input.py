@@ -14,7 +14,7 @@ from spectrain.target import TargetModel, load_target
 from tests.conftest import SMALL_TRAINING, tiny_model
 from tests.models.test_artifacts import export_spire
 
-SPECTRAIN = ("train", "generate", "chat", "serve", "bench", "export", "cost", "recommend", "report")
+SPECTRAIN = ("train", "generate", "chat", "serve", "bench", "export", "recommend", "report")
 PLD = "method=pld prompt=def"
 SPIRE = f"+exp=spire corpus={{corpus}} {' '.join(SMALL_TRAINING)}"
 # A command with options, and words that its sentence has. {target}, {corpus}, {stored} and {other} are filled in.
@@ -168,7 +168,7 @@ def test_bad_input_is_one_sentence(typed, words, shared, stored, inputs, other, 
     before = sorted(os.listdir())
     filled = {"corpus": shared / "corpus", "stored": stored, "other": other}
     name, *options = typed.format(**filled).split()
-    takes_target = name not in ("cost", "report", "target") and "run=" not in typed and "target=" not in typed
+    takes_target = name not in ("report", "target") and "run=" not in typed and "target=" not in typed
     if takes_target:
         options.insert(0, f"target={shared / 'target'}")
     module = f"spectrain.{name}" if name in SPECTRAIN else f"data_prep.{name}"

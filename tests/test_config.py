@@ -79,7 +79,7 @@ def test_every_folder_of_conf_is_a_group_of_some_command():
     groups = {group for _, groups in COMMANDS.values() for group in groups}
     folders = {path.name for path in conf_dir().iterdir() if path.is_dir()}
     given_with_a_plus = {"ablation", "engine", "recipe"}
-    assert folders - groups == given_with_a_plus | {"cost", "formats", "hydra", "papers", "questions", "sweep"}
+    assert folders - groups == given_with_a_plus | {"formats", "hydra", "papers", "questions", "sweep"}
 
 
 def test_a_recipe_changes_an_experiment_and_gives_way_to_what_is_typed():

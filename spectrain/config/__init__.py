@@ -40,7 +40,6 @@ COMMANDS: dict[str, tuple[type, dict[str, str | None]]] = {
     "target": (commands.MakeTarget, {}),
     "export": (commands.Export, {"method": None}),
     "report": (commands.Report, {}),
-    "cost": (commands.Cost, {"hardware": "h100"}),
     "doctor": (commands.Doctor, {}),
     "train": (
         training.Train,
@@ -58,7 +57,7 @@ COMMANDS: dict[str, tuple[type, dict[str, str | None]]] = {
 PURPOSES = {  # what users want, with the commands for it; `spectrain` lists them so
     "make a model answer faster": ("recommend", "chat", "generate", "serve"),
     "train a draft model for it": ("train", "export"),
-    "measure": ("bench", "report", "cost", "doctor"),
+    "measure": ("bench", "report", "doctor"),
     "prepare targets and data": ("target", "responses", "activations", "acceptance", "datastore"),
 }
 GROUPS = {  # files of groups that are classes

@@ -438,25 +438,6 @@ class Report:
 
 
 @dataclass
-class Shapes:
-    """Shapes in place of configs: n_layer, hidden_size, n_head, n_kv_head, head_dim, intermediate_size, vocab_size."""
-
-    target: dict[str, Any] | None = option(None, "of the target")
-    vanilla: dict[str, Any] | None = option(None, "of its vanilla drafter; null: half its layers and half its width")
-    spire: dict[str, Any] | None = option(None, "such as {n_layer: 2}, the rest is the target's; null: a quarter of it")
-
-
-@dataclass
-class MeasuredTau:
-    """Tokens per step, 1 to k + 1; other k are modelled with the same acceptance rate (SPIRe, Table 1)."""
-
-    k: int = option(4, "drafted tokens with which tau was measured", least=1)
-    vanilla: float = option(2.647, "of a vanilla drafter, at contexts of 512 tokens", least=1)
-    magicdec: float = option(3.891, "of MagicDec", least=1)
-    spire: float = option(3.401, "of SPIRe", least=1)
-
-
-@dataclass
 class Hardware:
     """Peaks of a machine, as the files of conf/hardware/ have them."""
 
@@ -464,40 +445,11 @@ class Hardware:
     dtype: str | None = option(None, "of the matrix products", one_of=("fp8", "int8", "fp16", "bf16", "tf32", "fp32"))
     flops_per_s: dict[str, float] | None = option(None, "by dtype; null: this CPU is measured")
     bytes_per_s: float | None = option(None, "of the memory", above=0)
-    operational_intensity: float | None = option(None, "FLOPs per byte, in place of the two peaks", above=0)
-    bytes_a_value: float | None = option(None, "of weights and cache, with operational_intensity", above=0)
     memory_bytes: float | None = option(None, "of one GPU", above=0)
     link_bytes_per_s: float | None = option(None, "of one GPU, to the others of its machine", above=0)
     network_bytes_per_s: float | None = option(None, "of one GPU, to other machines", above=0)
     training_share: float = option(1.0, "of the peaks, that kernels of a training reach", above=0, most=1)
     source: str | None = option(None, "where the numbers are from")
-
-
-@dataclass
-class Cost:
-    """Predict the throughput of each method by batch and context, on hardware that you need not have."""
-
-    title: str | None = option(None, "of table and figure; null: the target's name")
-    target: Named = group(Named)
-    numbers: Shapes = group(Shapes)
-    hardware: Hardware = group(Hardware)
-    k: int | str = option("auto", "drafted tokens per step; auto: in each cell the best", least=1, one_of=("auto",))
-    tau: MeasuredTau = group(MeasuredTau)
-    dtype: str | None = option(
-        None,
-        "of the matrix products, weights and cache; null: hardware.dtype",
-        one_of=("fp8", "int8", "fp16", "bf16", "tf32", "fp32"),
-    )
-    count_unembedding: bool = option(
-        False, "true: forwards also read the unembedding, which the paper leaves out, but which dominates small models"
-    )
-    window_tokens: int | None = option(
-        None, "sparse cache of magicdec and spire; null: an eighth of the context, as in the paper's figures", least=1
-    )
-    sink_tokens: int = option(1, "first tokens of the text, besides the window", least=0)
-    batch: list[int] = option([1, 4, 16, 64], "rows decoded together", least=1)
-    context_tokens: list[int] = option([512, 2048, 8192, 32768], "lengths of the context", least=1)
-    out: str | None = option(None, "folder for cost.json; null: only the table is printed", path=True)
 
 
 @dataclass

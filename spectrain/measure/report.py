@@ -54,7 +54,7 @@ class Section:
 
 @dataclass(frozen=True)
 class Run:
-    """A run folder, or a cost.json."""
+    """A run folder."""
 
     name: str
     path: Path
@@ -307,22 +307,6 @@ def natural(name: str) -> list[tuple[int, int | str]]:
     return [(0, int(part)) if part.isdigit() else (1, part) for part in re.split(r"(\d+)", name) if part]
 
 
-# Throughput model
-
-
-def cost_section(run: Run) -> Section:
-    content = run.result
-    return Section(
-        f"Throughput model: {content['title']}",
-        "throughput model",
-        str(content["title"]),
-        f"modelled for {content['hardware']}",
-        str(content.get("date") or ""),
-        facts={"hardware": content["hardware"], "command": content.get("command")},
-        parts={"Throughput relative to plain decoding (and draft length)": tables.cost_table(content)},
-    )
-
-
 # Folders of runs
 
 
@@ -342,9 +326,6 @@ def sections_below(roots: Sequence[Path]) -> tuple[list[Section], dict[str, str]
                 unfinished = Section(run.name, "benchmark", outcome=f"unfinished: {len(rows)} answers so far")
                 found = benchmark_sections(run.name, run.result, rows) if run.result else [unfinished]
                 sections |= {folder / str(number): one for number, one in enumerate(found)}
-            if (folder / "cost.json").is_file():
-                run = Run(folder.name, folder, {"kind": "cost"}, read_json(folder / "cost.json"))
-                sections[folder] = cost_section(run)
         except DAMAGED as error:
             left_out[str(folder)] = f"{type(error).__name__}: {error}".splitlines()[0]
     return [*training_sections(trainings), *sections.values()], left_out

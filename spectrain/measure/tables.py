@@ -303,26 +303,6 @@ def head_table(metrics: Mapping[str, float]) -> DataFrame:
     return table_of({"measure": known[key], "value": fixed(metrics[key], 4)} for key in known if key in metrics)
 
 
-def cost_table(content: Mapping) -> DataFrame:
-    """Make a table of cost.json: one row per batch size and context, multipliers with their draft lengths."""
-    rows = []
-    for i, batch in enumerate(content["batch"]):
-        for j, context in enumerate(content["context_tokens"]):
-            plain_ms = f"{content['plain_ms'][i][j]:.3g}" if content["plain_ms"] else MISSING
-            cells = {
-                name: f"{one['multiplier'][i][j]:.2f} ({one['k'][i][j]})" for name, one in content["methods"].items()
-            }
-            best = max(content["methods"], key=lambda name: content["methods"][name]["multiplier"][i][j])
-            worth = content["methods"][best]["multiplier"][i][j] > 1
-            row = {
-                "batch": str(batch),
-                "context tokens": str(context),
-                "plain ms": plain_ms,
-            }
-            rows.append(row | cells | {"fastest": best if worth else BASELINE})
-    return table_of(rows)
-
-
 def memory_table(plan: Plan, machine: Machine) -> DataFrame:
     """Make a table of what fills the memory of a rank."""
     rows = [{"memory": name, "size": size(n_bytes)} for name, n_bytes in plan.memory.items()]

@@ -8,7 +8,7 @@ activations, prefill, sampling and communication are left out, and kernels are t
 
     target = shape_of_model("HuggingFaceTB/SmolLM2-135M-Instruct")     # from its config alone
     model = CostModel(target, hardware)
-    spire = Method("spire", target.with_layers(2), Acceptance(3.401, k=4), SparseCache(), feedback=True)
+    spire = Method(target.with_layers(2), Acceptance(3.401, k=4), SparseCache(), feedback=True)
     model.multiplier(spire, k=4, batch=[1, 8], context_tokens=[512])   # [B, L]
 
 Letters: B batch sizes, L context lengths. Arrays are [B, L] float64: one row per batch size, one column per context.
@@ -84,12 +84,6 @@ class Shape:
         """Return the shape of a drafter that is made of some of this model's blocks, as SPIRe's is."""
         return dataclasses.replace(self, n_layer=n_layer, body_parameters=None)
 
-    def halved(self) -> Shape:
-        """Return half the layers and half the width in as many heads, as `+exp=vanilla` trains: 1/8 of the body."""
-        fields = ("n_layer", "hidden_size", "head_dim", "intermediate_size")
-        halves = {name: max(1, getattr(self, name) // 2) for name in fields}
-        return dataclasses.replace(self, body_parameters=None, **halves)
-
 
 @dataclass(frozen=True)
 class Hardware:
@@ -150,7 +144,6 @@ class Acceptance:
 class Method:
     """How drafts are made, and how well they are accepted."""
 
-    name: str  # vanilla | magicdec | spire
     shape: Shape  # of the model that drafts; the target's own for MagicDec
     acceptance: Acceptance
     cache: SparseCache | None = None  # None: it reads the whole context
@@ -211,9 +204,6 @@ class CostModel:
         return np.max(by_k, axis=0), np.argmax(by_k, axis=0) + 1
 
 
-# What the command's options say.
-
-
 def empty_model(name: str, **options: object) -> PreTrainedModel:
     """Return a Hugging Face causal LM without memory, from its config alone.
 
@@ -261,7 +251,7 @@ def shape_of_model(name: str) -> Shape:
 
 
 def speedup_by_depth(config: Mapping, hardware: Hardware) -> dict[int, tuple[np.ndarray, np.ndarray]]:
-    """Predict what SPIRe drafters gain over a workload, and their draft lengths, [B, L] each, by their blocks.
+    """Predict by the number of a drafter's blocks what it gains over a workload, and its draft lengths, [B, L] each.
 
     Candidates are 1, 2, 3, 4 and a quarter of the blocks, and what was asked. The unembedding counts, because a draft
     step reads it.
@@ -279,7 +269,7 @@ def speedup_by_depth(config: Mapping, hardware: Hardware) -> dict[int, tuple[np.
         if config["draft_vocab"] is not None:
             n_tokens = GUESSED_VOCAB if config["draft_vocab"] == "auto" else config["draft_vocab"]
             shape = dataclasses.replace(shape, vocab_size=min(n_tokens, target.vocab_size))
-        method = Method("drafter", shape, Acceptance(tau_of_depth(n_layer), 4), cache, config["feedback"])
+        method = Method(shape, Acceptance(tau_of_depth(n_layer), 4), cache, config["feedback"])
         found[n_layer] = CostModel(target, hardware, count_unembedding=True).best(method, *config["workload"].values())
     return found
 
@@ -291,24 +281,12 @@ def fastest_depth(config: Mapping, hardware: Hardware) -> int:
 
 
 def tau_of_depth(n_layer: int, k: int = 4) -> float:
-    """Return the tau to expect of a SPIRe drafter of some blocks that drafts k tokens.
+    """Return the tau to expect of a drafter of some blocks that drafts k tokens.
 
     Its rejections fall with a power of the depth, as measured on the bundled target (docs/results/depth.json).
     """
     alpha = 1 - REJECTED[0] * n_layer ** -REJECTED[1]
     return sum(alpha**i for i in range(k + 1))
-
-
-def shape_of_numbers(option: str, given: Mapping[str, int], base: Shape | None = None) -> Shape:
-    """Make a shape of the fields that the user gave by `option`; `base` provides the others."""
-    known = {field.name for field in dataclasses.fields(Shape)}
-    values = ({} if base is None else dataclasses.asdict(base) | {"body_parameters": None}) | dict(given)
-    needed = sorted(known - {"vocab_size", "body_parameters"})
-    if unknown := sorted(set(given) - known):
-        raise UserError(f"{option}.{unknown[0]} is unknown; a shape has {', '.join(sorted(known))}")
-    if missing := [name for name in needed if name not in values]:
-        raise UserError(f"{option} has no {missing[0]}; a shape needs {', '.join(needed)}")
-    return Shape(**values)
 
 
 def hardware_named(device: str) -> dict | None:
@@ -322,8 +300,6 @@ def read_hardware(node: Mapping | str | None, dtype: str | None = None) -> Hardw
     if not isinstance(node, Mapping):
         known = sorted(path.stem for path in (conf_dir() / "hardware").glob("*.yaml"))
         raise UserError(f"hardware={node} is unknown; choose among {', '.join(known)}")
-    if node.get("operational_intensity") is not None:
-        return Hardware(node["name"], node["operational_intensity"], node["bytes_a_value"])
     dtype = dtype or node["dtype"]
     if node["flops_per_s"] is None:
         return measured_cpu(dtype)
@@ -364,28 +340,3 @@ def _seconds(left: Tensor, right: Tensor) -> float:
     begun = time.perf_counter()
     left @ right
     return time.perf_counter() - begun
-
-
-def methods_for(target: Shape, options: Mapping) -> list[Method]:
-    """Return vanilla drafting, MagicDec and SPIRe as the command's options describe them.
-
-    Args:
-        target: the shape of the target.
-        options: `numbers.vanilla` and `numbers.spire` (shapes, or None for the usual ones), `tau` (of each method, and
-            the `k` that it was measured with), `window_tokens` and `sink_tokens`.
-    """
-    numbers, tau = options["numbers"], options["tau"]
-    vanilla, spire = target.halved(), target.with_layers(max(1, target.n_layer // 4))
-    if numbers["vanilla"] is not None:
-        vanilla = shape_of_numbers("numbers.vanilla", numbers["vanilla"], vanilla)
-    if numbers["spire"] is not None:
-        spire = shape_of_numbers("numbers.spire", numbers["spire"], spire)
-    cache = SparseCache(options["sink_tokens"], options["window_tokens"])
-    for name in ("vanilla", "magicdec", "spire"):
-        check_number(f"tau.{name}", tau[name], f"[1, {tau['k'] + 1}]")  # at most k drafts and the target's own token
-    accepted = {name: Acceptance(value, tau["k"]) for name, value in tau.items() if name != "k"}
-    return [
-        Method("vanilla", vanilla, accepted["vanilla"]),
-        Method("magicdec", target, accepted["magicdec"], cache),
-        Method("spire", spire, accepted["spire"], cache, feedback=True),
-    ]

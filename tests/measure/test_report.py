@@ -196,9 +196,6 @@ def runs(tmp_path, monkeypatch) -> Path:
     write(folder / "bench/results.json", json.dumps(RESULTS))
     write(folder / "broken/config.yaml", "kind: bench\n")
     write(folder / "broken/results.json", "{")
-    model = {"multiplier": [[1.75]], "k": [[4]]}
-    content = {"title": "Llama", "hardware": "H100", "batch": [64], "context_tokens": [512], "plain_ms": None}
-    write(folder / "cost/cost.json", json.dumps(content | {"methods": {"spire": model}}))
     return folder
 
 
@@ -210,7 +207,7 @@ def write(file: Path, text: str) -> None:
 def test_the_page_of_a_folder_has_every_run(runs, typed):
     code, out, err = typed("report", "runs=runs", "out=report.html")
     assert code == 0, err
-    assert out.startswith("report.html: 3 sections")
+    assert out.startswith("report.html: 2 sections")
     assert "left out: runs/broken" in err
     page = Page(Path("report.html").read_text())
     assert page.loaded == []

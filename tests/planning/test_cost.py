@@ -1,4 +1,4 @@
-"""The throughput model: the paper's printed numbers, an independent slow version, a step by hand, and the command."""
+"""The throughput model: the paper's printed numbers, an independent slow version, and a step by hand."""
 
 from __future__ import annotations
 
@@ -12,8 +12,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import MistralConfig, MixtralConfig
 
-from spectrain.cli import composed
-from spectrain.config import options_of, plain
 from spectrain.errors import UserError
 from spectrain.planning.cost import (
     Acceptance,
@@ -22,42 +20,32 @@ from spectrain.planning.cost import (
     Method,
     Shape,
     SparseCache,
+    hardware_named,
     measured_cpu,
-    methods_for,
     read_hardware,
     shape_of_model,
-    shape_of_numbers,
 )
 from spectrain.target.modules import find_blocks
 from tests.conftest import FAMILIES, tiny_model
+from tests.support.scripts import load_script
 
 FIGURE_4 = json.loads((Path(__file__).parent / "spire_figure4.json").read_text())  # as the paper prints it
-BATCH = (1, 2, 4, 8, 16, 32, 64, 128)
-CONTEXT_TOKENS = (32, 64, 128, 256, 512, 1024, 2048, 4096, 8192)
+paper = load_script("spire_figure4")
 LLAMA_70B = Shape(n_layer=80, hidden_size=8192, n_head=64, n_kv_head=8, head_dim=128, intermediate_size=28672)
 TINY = Shape(n_layer=1, hidden_size=2, n_head=1, n_kv_head=1, head_dim=2, intermediate_size=3)
-
-
-def paper_model() -> tuple[CostModel, dict[str, Method]]:
-    """The model of Figure 4, and its methods by name."""
-    options = plain(options_of("cost", composed("cost", "+cost=spire_figure4")))
-    target = shape_of_numbers("numbers.target", options["numbers"]["target"])
-    model = CostModel(target, read_hardware(options["hardware"], options["dtype"]))
-    return model, {method.name: method for method in methods_for(target, options)}
 
 
 @pytest.mark.parametrize("name", FIGURE_4)
 def test_figure_4_to_the_printed_decimals(name):
     """72 cells of each method, 216 in all."""
-    model, methods = paper_model()
-    values = model.multiplier(methods[name], 4, BATCH, CONTEXT_TOKENS)
+    values = paper.MODEL.multiplier(paper.METHODS[name], 4, paper.BATCH, paper.CONTEXT_TOKENS)
     assert [[f"{cell:.2f}" for cell in row] for row in values] == FIGURE_4[name]
 
 
 def test_figure_5_without_a_sparse_cache_and_figure_6_of_llama_3():
-    model, methods = paper_model()
+    model, methods = paper.MODEL, paper.METHODS
     dense = replace(methods["spire"], cache=None)
-    np.testing.assert_allclose(model.multiplier(dense, 4, [1, 64], CONTEXT_TOKENS), 3.401 / 2)
+    np.testing.assert_allclose(model.multiplier(dense, 4, [1, 64], paper.CONTEXT_TOKENS), 3.401 / 2)
     llama = replace(model, target=LLAMA_70B)
     shapes = {"magicdec": LLAMA_70B, "spire": LLAMA_70B.with_layers(20)}
     cells = {n: llama.multiplier(replace(methods[n], shape=s), 4, [64], [65536]).item() for n, s in shapes.items()}
@@ -71,14 +59,14 @@ def test_a_step_worked_out_by_hand():
     draft step reads 38 + 2 * 3 * 4 = 62 bytes with a sink and a window of two: 620. Verification costs 780 again.
     """
     model = CostModel(TINY, Hardware("by hand", 10, flops_per_s=1e6))
-    method = Method("magicdec", TINY, Acceptance(2.5, k=2), SparseCache(sink_tokens=1, window_tokens=2))
+    method = Method(TINY, Acceptance(2.5, k=2), SparseCache(sink_tokens=1, window_tokens=2))
     assert model.draft(method, [2], [5]).item() == 620
     assert model.verify([2], [5]).item() == model.verify([2], [5], n_tokens=3).item() == 780
     assert model.multiplier(method, 2, [2], [5]).item() == pytest.approx(2.5 * 780 / (2 * 620 + 780))
     assert model.hardware.milliseconds(np.array(780)).item() == pytest.approx(0.78)
     slow_arithmetic = CostModel(replace(TINY, vocab_size=10), Hardware("slow", 1e-6), count_unembedding=True)
     assert slow_arithmetic.verify([1], [1], n_tokens=4).item() == 4 * 2 * (38 + 20)
-    fed_back = Method("spire", TINY, Acceptance(2.0, 2), feedback=True)
+    fed_back = Method(TINY, Acceptance(2.0, 2), feedback=True)
     assert CostModel(TINY, Hardware("slow", 1e-6)).draft(fed_back, [3], [5]).item() == 3 * 2 * (38 + 8)
 
 
@@ -91,7 +79,7 @@ def test_other_draft_lengths_have_the_same_acceptance_rate():
 
 
 def test_the_best_draft_length_is_that_of_an_exhaustive_search_and_rises_with_acceptance():
-    model, methods = paper_model()
+    model, methods = paper.MODEL, paper.METHODS
     lengths = []
     for tau in (1.2, 2.0, 3.0, 4.5):
         method = replace(methods["spire"], acceptance=Acceptance(tau))
@@ -134,7 +122,7 @@ def test_every_cell_is_that_of_a_slow_version(target, drafter, cache, feedback, 
         cached = cache.sink_tokens + window if cache.window_tokens is None else min(context, cache.sink_tokens + window)
     again = drafter.n_layer * 2 * drafter.hidden_size * drafter.n_kv_head * drafter.head_dim if feedback else 0
     step = k * cost(drafter, 1, cached, again) + cost(target, k + 1, context)
-    method = Method("any", drafter, Acceptance((k + 2) / 2, k), cache, feedback)
+    method = Method(drafter, Acceptance((k + 2) / 2, k), cache, feedback)
     found = CostModel(target, Hardware("any", intensity)).multiplier(method, k, [batch], [context]).item()
     assert found == pytest.approx((k + 2) / 2 * cost(target, 1, context) / step, rel=1e-9)
 
@@ -165,43 +153,20 @@ def test_models_that_cost_otherwise_are_refused(tmp_path):
         shape_of_model(str(tmp_path))
 
 
-def test_numbers_that_are_left_out_are_the_targets():
-    counted = replace(LLAMA_70B, body_parameters=999)
-    assert shape_of_numbers("numbers.spire", {"n_layer": 20}, counted).body == LLAMA_70B.body // 4
-    with pytest.raises(UserError, match=r"numbers\.target\.layers is unknown"):
-        shape_of_numbers("numbers.target", {"layers": 2})
-    with pytest.raises(UserError, match=r"numbers\.target has no head_dim"):
-        shape_of_numbers("numbers.target", {"n_layer": 2, "hidden_size": 8})
-
-
 def test_the_cpu_is_measured_in_both_rates():
     hardware = measured_cpu("fp32")
     assert hardware.bytes_per_value == 4
     assert 0 < hardware.operational_intensity < hardware.flops_per_s
 
 
-def test_the_command_prints_a_table_and_writes_what_it_modelled(typed, tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    code, out, err = typed("cost", "+cost=spire_figure4", "batch=[64]", "context_tokens=[512]", "out=made")
-    assert code == 0, err
-    assert [text in out for text in ("1.36 (4)", "2.05 (4)", "2.78 (4)")] == [True] * 3
-    content = json.loads(Path("made/cost.json").read_text())
-    assert content["parameters"] == 67_117_056
-    assert content["methods"]["spire"]["multiplier"] == [[pytest.approx(2.78, abs=0.005)]]
-
-
 @pytest.mark.parametrize(
-    ("arguments", "message"),
+    ("node", "dtype", "message"),
     [
-        (["hardware=tpu"], "hardware=tpu is unknown; choose among a100, cpu"),
-        (["hardware=a100", "dtype=fp8"], "has no peak for dtype=fp8; choose among "),
-        (["hardware=cpu", "dtype=fp8"], "dtype=fp8 cannot be measured on the CPU"),
-        (["tau.spire=5.5"], "tau.spire=5.5 must be a number in [1, 5]"),
-        (["target.path=/none/there"], "/none/there"),
+        ("tpu", None, "hardware=tpu is unknown; choose among a100, cpu"),
+        (hardware_named("NVIDIA H100"), "fp4", "has no peak for dtype=fp4; choose among "),
+        ({"flops_per_s": None}, "fp8", "dtype=fp8 cannot be measured on the CPU"),
     ],
 )
-def test_bad_input_is_one_sentence(typed, arguments, message):
-    code, _, err = typed("cost", *arguments)
-    assert code == 2
-    assert message in err
-    assert len(err.strip().splitlines()) == 1
+def test_hardware_that_is_not_known_is_one_sentence(node, dtype, message):
+    with pytest.raises(UserError, match=message):
+        read_hardware(node, dtype)

@@ -25,7 +25,7 @@ from pathlib import Path
 
 PYTHON = "FORKING_PYTHON"  # the variable that names the executable
 IMPORTED = (
-    *(f"spectrain.{name}" for name in ("train", "generate", "bench", "export", "cost", "report")),
+    *(f"spectrain.{name}" for name in ("train", "generate", "bench", "export", "report")),
     *(f"data_prep.{name}" for name in ("responses", "activations", "acceptance", "datastore", "target")),
     *("deepspeed", "matplotlib.backends.backend_agg", "pytest", "torch.distributed.run", "torch.distributed.fsdp"),
     *("transformers.models.llama.modeling_llama", "PIL.Image", "filelock"),
