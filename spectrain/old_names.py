@@ -10,7 +10,6 @@ from types import ModuleType
 
 MOVED = {
     "spectrain.methods.lookup": "spectrain.drafting.lookup",
-    "spectrain.serving.sglang_plugin": "spectrain.exports.sglang_plugin",
     "spectrain.serving.transformers_generate": "spectrain.exports.transformers_generate",
     "spectrain.serving.vllm_proposer": "spectrain.exports.vllm_proposer",
 }
