@@ -222,7 +222,7 @@ def spire_chain(target: TargetModel, prompt: Tensor) -> Timed:
 
     def chain() -> None:
         for _ in range(CHAIN_TOKENS):
-            method._step(prompt[:, 0], position)
+            method._next(prompt[:, 0], position)
 
     return repeated(chain, target)
 

@@ -15,9 +15,7 @@ Attention is sparse: the first `sink_tokens` positions and the last `window_toke
 
 from __future__ import annotations
 
-import copy
-import dataclasses
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -29,6 +27,7 @@ from torch.utils.checkpoint import checkpoint
 
 from spectrain.errors import UserError
 from spectrain.models.artifacts import WEIGHTS, check_artifact, damage_of
+from spectrain.models.drafter_model import DrafterModel, TargetTables
 from spectrain.models.kinds import Kind
 from spectrain.stores.files import read_object, write_json
 from spectrain.target.fingerprint import fingerprint
@@ -45,7 +44,6 @@ KIND = Kind(
     by_depth=True,
     engine="vllm_folder",
 )
-TABLE_TOKENS = 8192  # tokens whose inputs are computed at a time
 
 
 @dataclass(frozen=True)
@@ -119,38 +117,7 @@ class SpireConfig:
         return self.input == "tied" and self.shape.tie_embeddings
 
 
-@dataclass(frozen=True)
-class TargetTables:
-    """The target's embedding and unembedding, where a drafter has none of its own. They are never copied with it."""
-
-    target: TargetModel
-
-    @property
-    def embedding(self) -> Tensor:
-        """[V, D], in the dtype that the target keeps it in."""
-        return self.target.model.get_input_embeddings().weight
-
-    @property
-    def unembedding(self) -> Tensor:
-        """[V, D], in the dtype that the target computes in."""
-        return self.target.unembedding
-
-    def unembedding_layer(self, kept: Tensor | None) -> nn.Linear:
-        """Return the unembedding as a layer, in the dtype that the target keeps it in.
-
-        It is over the same memory, but for the rows `kept` [K] int64 alone, where these are given.
-        """
-        weight = self.target.model.get_output_embeddings().weight
-        weight = weight if kept is None else weight[kept.to(weight.device)]
-        layer = nn.Linear(*reversed(weight.shape), bias=False, device="meta")
-        layer.weight = nn.Parameter(weight.detach(), requires_grad=False)  # of its own: to move it moves no target
-        return layer
-
-    def __deepcopy__(self, memo: dict) -> TargetTables:
-        return self
-
-
-class SpireDrafter(nn.Module):
+class SpireDrafter(DrafterModel):
     """Input, `n_layer` blocks, final norm, unembedding, and the feedback weights.
 
     The rollout that trains it is in `spectrain.models.rollout`.
@@ -176,7 +143,6 @@ class SpireDrafter(nn.Module):
         self.norm = nn.RMSNorm(shape.hidden_size, shape.rms_norm_eps)
         if config.unembedding == "trained":
             self.lm_head = nn.Linear(shape.hidden_size, config.draft_vocab or shape.vocab_size, bias=False)
-        self.kept: Tensor | None  # [K] int64, the tokens that it can draft, the most frequent ones first; None: all
         self.register_buffer("kept", torch.arange(config.draft_vocab) if config.draft_vocab else None)
         if config.has_one_table:
             self.lm_head.weight = self.embed_tokens.weight
@@ -206,66 +172,6 @@ class SpireDrafter(nn.Module):
             previous: [.., D] final states one token earlier; not read unless the config has `previous_state`.
         """
         return x + self.previous(previous.to(x.dtype)).to(x.dtype) if self.config.previous_state else x
-
-    @property
-    def unembedding(self) -> Tensor:
-        """[V, D], or the K rows of the tokens `kept`."""
-        if hasattr(self, "lm_head"):
-            return self.lm_head.weight
-        whole = self.tables.unembedding
-        return whole if self.kept is None else whole[self.kept.to(whole.device)]
-
-    def logits(self, hidden: Tensor) -> Tensor:
-        """Return the logits [.., V] of final hidden states [.., D], -inf for tokens that it cannot draft."""
-        return self.spread(self.kept_logits(hidden))
-
-    def kept_logits(self, hidden: Tensor) -> Tensor:
-        """The same of the tokens `kept` alone, [.., K]."""
-        if hasattr(self, "lm_head"):
-            return self.lm_head(hidden)
-        return F.linear(hidden, self.unembedding.to(hidden.dtype))
-
-    def spread(self, logits: Tensor, others: float = -torch.inf) -> Tensor:
-        """Put logits [.., K] of the tokens `kept` at their places among all, [.., V], where the others have a value."""
-        if self.kept is None:
-            return logits
-        whole = logits.new_full((*logits.shape[:-1], self.config.shape.vocab_size), others)
-        return whole.index_copy_(-1, self.kept, logits)
-
-    def input_table(self) -> Tensor:
-        """[V, D]: the inputs of all tokens."""
-        tokens = torch.arange(self.config.shape.vocab_size, device=self.norm.weight.device)
-        return torch.cat([self.embed(part) for part in tokens.split(TABLE_TOKENS)])
-
-    def with_modules(self, modules: Mapping[str, nn.Module]) -> SpireDrafter:
-        """Return the drafter with other modules of these names; all else is shared."""
-        other = copy.copy(self)
-        other._modules = {**self._modules, **modules}
-        return other
-
-    def held_to(self, n_tokens: int | None) -> SpireDrafter:
-        """Return the drafter as one that drafts the first n of its tokens alone (None: all), which it has by number.
-
-        The order decides which token a random number draws, so it must be the one of the whole vocabulary. All but a
-        trained unembedding is shared.
-        """
-        kept, rows = self.kept[:n_tokens].sort()
-        return self._with_tokens(kept, rows)
-
-    def cut_to(self, n_tokens: int) -> SpireDrafter:
-        """Return the drafter with the first n of its tokens alone, in their order, to be trained further."""
-        return self._with_tokens(self.kept[:n_tokens], torch.arange(n_tokens, device=self.kept.device))
-
-    def _with_tokens(self, kept: Tensor, rows: Tensor) -> SpireDrafter:
-        """Return the drafter with the tokens `kept` [K], whose rows its own unembedding has; see `held_to`."""
-        other = self.with_modules({})
-        other.config = dataclasses.replace(self.config, draft_vocab=len(kept))
-        other._buffers = {**self._buffers, "kept": kept}
-        if hasattr(self, "lm_head"):
-            head = nn.Linear(self.lm_head.in_features, len(kept), bias=False, device="meta")
-            head.weight = nn.Parameter(self.lm_head.weight.detach()[rows], self.lm_head.weight.requires_grad)
-            other._modules["lm_head"] = head
-        return other
 
     def memories(self, states: list[Tensor]) -> list[Tensor]:
         """Return the memories m^0 .. m^(n_layer - 1) that the blocks attend to, each [R, n, D].

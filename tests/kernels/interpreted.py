@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from spectrain.decoding import generate
-from spectrain.drafting import spire_slots
+from spectrain.drafting import runtime
 from spectrain.kernels.cuda import operations
 from spectrain.methods.autoregressive import Autoregressive
 from spectrain.methods.spire import Spire
@@ -187,25 +187,25 @@ def test_greedy_text_is_that_of_torch():
 )
 def test_a_spire_drafter_reads_chains_and_trees_as_torch_does(options, monkeypatch):
     """Each step reads what the one before it has stored; then a root is read, and two tokens below it at once."""
-    monkeypatch.setattr(spire_slots, "can_fuse", lambda *_: False)
+    monkeypatch.setattr(runtime, "can_fuse", lambda *_: False)
     (target, drafter), compared = make(**options), []
     positions, tokens = torch.tensor([[3, 4, 5], [0, 1, -1]]), torch.tensor([[7, 8, 9], [5, 6, 7]])
-    past = [torch.randn(2, 3, 32) for _ in drafter.blocks]
+    past = torch.randn(2, 3, len(drafter.blocks), 32)
     tree = DraftTree(tokens, torch.tensor([[-1, 0, 0]] * 2), tokens)
     for by_kernels in (True, False):
         method = Spire(drafter, tree_nodes=3)
         method.start(target, KVCache(2))
-        assert method.slots.fused is not None
-        method.slots.fused = method.slots.fused if by_kernels else None
-        method.slots.write_memories(past, positions, slice(0, 2))
+        assert method.runtime.kernels is not None
+        method.runtime.kernels = method.runtime.kernels if by_kernels else None
+        method.runtime.remember(past, positions, slice(0, 2))
         found, state = [], method.finals[:2]
         for i in range(2):
-            logits, state = method._read(tokens[:, i], torch.tensor([6, 2]) + i, state)
+            logits, state = method.runtime.one(tokens[:, i], torch.tensor([6, 2]) + i, state)
             found += [logits, state]
         context = SimpleNamespace(lengths=torch.tensor([9, 5]))
         method.state = state[:, None]
         levels = [method.read_nodes(context, DraftTree.root_only(tokens[:, 0]), 1), method.read_nodes(context, tree, 2)]
         compared.append([*found, *levels, method.state])
-        compared[-1] += [part[:, :, :-1] for kv in method.slots.stores for part in (kv.keys, kv.values)]
+        compared[-1] += [part[:, :, :-1] for kv in method.keys.stores for part in (kv.keys, kv.values)]
     for found, expected in zip(*compared, strict=True):
         close(found, expected, torch.float32, 10)

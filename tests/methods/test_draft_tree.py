@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from spectrain.decoding import Sampling, Verified, generate
-from spectrain.drafting import spire_slots
+from spectrain.drafting import runtime
 from spectrain.drafting.draft_tree import Asking, TreeDrafter
 from spectrain.drafting.model_candidates import N_KINDS, N_SHARES, join
 from spectrain.methods.auto import Auto
@@ -28,7 +28,7 @@ from tests.models.test_spire import make
 def test_a_node_of_a_spire_tree_is_read_as_training_reads_its_branch(options, fuses, monkeypatch):
     """The text's own branch stands between others, in two rows, before and after a step that accepted a part of it."""
     if not fuses:
-        monkeypatch.setattr(spire_slots, "can_fuse", lambda *_: False)
+        monkeypatch.setattr(runtime, "can_fuse", lambda *_: False)
     target, drafter = make(**options)
     k, lengths = 4, [24, 12]  # both roots begin a block; longer than the window of 8
     sequences = torch.randint(4, VOCAB_SIZE, (2, 40))

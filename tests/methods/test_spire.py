@@ -148,7 +148,7 @@ def test_a_rule_ends_the_chain_of_a_program_as_it_ends_one_step_by_step(name, op
         method = Spire(drafter, gamma=7, stop=rule, draft_dtype=draft_dtype)
         options = {"batch_size": batch_size, "stop_token_ids": range(0, VOCAB_SIZE, 9)}
         generations = generate(target, method, prompts, 30, sampling, **options)
-        assert method.slots.fuses
+        assert method.runtime.compiles
         return [(g.tokens, g.drafted, g.accepted) for g in generations], rule.draft_forwards
 
     alone, together = (decoded(name, True, batch_size) for batch_size in (1, 3))
@@ -279,10 +279,10 @@ def test_how_many_tokens_are_drafted_where_nobody_says(monkeypatch):
 
 def assert_same_memories(one: Spire, other: Spire, n_rows: int) -> None:
     """Check that both keep the same of their first rows, without the last slot, which takes what is thrown away."""
-    kept = other.slots.positions[:n_rows, :-1]
-    assert torch.equal(one.slots.positions[:n_rows, :-1], kept)
+    kept = other.keys.positions[:n_rows, :-1]
+    assert torch.equal(one.keys.positions[:n_rows, :-1], kept)
     own = (kept >= 0)[:, None, :, None]
-    for here, there in zip(one.slots.stores, other.slots.stores, strict=True):
+    for here, there in zip(one.keys.stores, other.keys.stores, strict=True):
         for mine, theirs in ((here.keys, there.keys), (here.values, there.values)):
             torch.testing.assert_close(mine[:n_rows, :, :-1] * own, theirs[:n_rows, :, :-1] * own, atol=1e-5, rtol=1e-4)
     torch.testing.assert_close(one.finals[:n_rows], other.finals[:n_rows], atol=1e-5, rtol=1e-4)

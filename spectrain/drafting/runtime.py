@@ -1,0 +1,342 @@
+"""One way to run a drafter that is made of our own blocks: its tokens one by one, in levels of trees, or as chains.
+
+A token reads the keys of the text before it (`window_keys.py`), and then leaves keys of its own there. On a CPU this is
+a program (`kernels/cpu/program.py`), on a GPU our kernels or torch in CUDA graphs, and elsewhere torch.
+"""
+
+from __future__ import annotations
+
+from types import ModuleType
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from spectrain.decoding.sampling import RowSampling, Sampling
+from spectrain.drafting.stopping import DraftEnds, StopRule
+from spectrain.drafting.window_keys import WindowKeys
+from spectrain.kernels import MOST_TOKENS, Graphs, Programs
+from spectrain.models.drafter_model import DrafterModel
+from spectrain.target.forward import DecoderProgram, can_fuse
+from spectrain.target.llama import additive
+from spectrain.target.masks import Nodes
+
+
+class DraftRuntime:
+    """A drafter and the keys of its rows.
+
+    Args:
+        model: the drafter, where it drafts.
+        keys: of its blocks.
+        graphs: that run its steps on a GPU; None: they run as they are.
+        kernels: the module whose kernels run them on a GPU; None: torch does.
+    """
+
+    def __init__(
+        self, model: DrafterModel, keys: WindowKeys, graphs: Graphs | None = None, kernels: ModuleType | None = None
+    ) -> None:
+        device = model.norm.weight.device
+        self.model, self.keys, self.graphs, self.kernels = model, keys, graphs, kernels
+        self.compiles = device.type == "cpu" and can_fuse(model, model.config.shape)
+        self._programs = Programs()
+        model.rope.move(device)
+
+    def next(self, tokens: Tensor, positions: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
+        """Read one token per row, [n], at positions [n]; `state` [n, D] is the final state before each.
+
+        Returns logits [n, V], and final states [n, D].
+        """
+        if self.graphs is None:
+            return self.one(tokens, positions, state)
+        return self.graphs.run(("next", self.keys.storage), self.one, tokens, positions, state)
+
+    def one(self, tokens: Tensor, positions: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
+        """Compute `next` without a graph around it."""
+        slots = self.keys.claim(positions[:, None], slice(0, len(tokens)))
+        nodes = tokens[:, None], positions[:, None], slots, self.keys.seen_by(positions)[:, None], state[:, None]
+        logits, states = self.read(*nodes) if self.compiles else self._read(*nodes)
+        logits = logits[:, 0].clone() if self.compiles else logits[:, 0]
+        return self.model.spread(logits), states[:, 0]
+
+    def read(
+        self, tokens: Tensor, positions: Tensor, slots: Tensor, seen: Tensor, above: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """Read m nodes of each row, which do not see each other, and store what later nodes see of them.
+
+        Args:
+            tokens: [n, m] int64.
+            positions: [n, m] int64.
+            slots: [n, m] int64, where their own K/V go, and then those of their memories.
+            seen: [n, m, S] bool, the slots that each node sees; its own one, where it sees itself.
+            above: [n, m, D] final states of their parents, which not every drafter reads.
+
+        Returns:
+            Logits [n, m, K], which the next call may overwrite, and final states [n, m, D].
+        """
+        if self.compiles and tokens.numel() <= MOST_TOKENS:
+            made = self._programs.get(tokens.shape, lambda: NodesProgram(self.model, self.keys, *tokens.shape))
+            return made.read(tokens, positions, slots, seen, above)
+        if self.graphs is None:
+            return self._read(tokens, positions, slots, seen, above)
+        inputs = tokens, positions, slots, seen, above
+        logits, states = self.graphs.run(("nodes", self.keys.storage), self._read, *inputs)
+        return logits, states.clone()  # the next nodes may be as many, and overwrite them
+
+    def chain(self, n_rows: int, n_steps: int, sampling: Sampling | RowSampling, stop: StopRule | None) -> ChainProgram:
+        """Return the program of chains of so many tokens that a rule may end; there is one where `compiles`."""
+        key = n_rows, n_steps, None if sampling.greedy else sampling.shares_noise, stop
+        program = self._programs.get(key, lambda: ChainProgram(self.model, self.keys, *key))
+        program.options.copy_(sampling.options)
+        return program
+
+    def keep(self, captured: Tensor, positions: Tensor, path: Tensor, accepted: Tensor) -> None:
+        """Store the memories of states [n, A, C, D] at positions [n, A] of accepted paths [n, A], which end with -1.
+
+        `accepted` [n] int64 are the nodes of the paths behind their roots.
+        """
+        if self.compiles:
+            size = positions.shape
+            made = self._programs.get(("keep", *size), lambda: MemoryProgram(self.model, self.keys, *size))
+            made.write(captured, positions, accepted)
+        elif self.graphs is None:
+            self._keep(captured, positions, path)
+        else:
+            self.graphs.run(("memories", self.keys.storage), self._keep, captured, positions, path)
+
+    def _keep(self, captured: Tensor, positions: Tensor, path: Tensor) -> None:
+        self.remember(captured, positions.masked_fill(path < 0, -1), slice(0, len(path)))
+
+    def remember(self, captured: Tensor, positions: Tensor, rows: slice) -> None:
+        """Store the memories of states [n, P, C, D] of some rows at positions [n, P]; those at -1 are thrown away.
+
+        A block's memories are the inputs of the target's block that it was copied from.
+        """
+        rope = self.model.rope(positions.clamp_min(0))
+        projected = [
+            block.keys_values(captured[:, :, i].to(block.input_norm.weight.dtype), rope)
+            for i, block in enumerate(self.model.blocks)
+        ]
+        self.keys.write(projected, positions, rows)
+
+    def _read(
+        self, tokens: Tensor, positions: Tensor, slots: Tensor, seen: Tensor, above: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        x = self.model.joined(self.model.embed(tokens), above)
+        if self.kernels is not None:
+            return self._fused(x, positions, slots, seen)
+        n_rows, past = len(tokens), self.keys.all_of(len(tokens))
+        own = torch.diag_embed(seen.gather(2, slots[:, :, None])[..., 0])  # [n, m, m]
+        seen = seen.scatter(2, slots[:, :, None], False)  # a node's own keys are not in its slot yet
+        mask = additive(torch.cat([seen, own], dim=2)[:, None], past[0].keys.dtype)
+        states, memories = self.model.step(x, self.model.rope(positions), past, mask)
+        self.keys.put(memories, slots, slice(0, n_rows))
+        return self.model.kept_logits(states), states
+
+    def _fused(self, x: Tensor, positions: Tensor, slots: Tensor, seen: Tensor) -> tuple[Tensor, Tensor]:
+        """Compute `_read` of inputs x [n, m, D] by our own kernels on a GPU."""
+        model, fused, stores = self.model, self.kernels, self.keys.all_of(len(x))
+        nodes = Nodes(torch.zeros_like(positions[:, 0]), seen.contiguous())
+        step = fused.Step(model.rope, positions.contiguous(), slots.contiguous(), nodes)
+        part, added, states = x.flatten(0, 1), None, []
+        for block, store in zip(model.blocks, stores, strict=True):
+            part, attended = step.attend(block, part, added, store.keys, store.values)
+            states.append(part[None])
+            part, added = fused.after_attention(block, part, attended)
+        part, final = fused.normed(model.norm, part, added)
+        if model.config.feedback:
+            memories = model.memories([*states, part[None]])
+            for block, store, memory in zip(model.blocks, stores, memories, strict=True):
+                step.remember(block, memory[0], store.keys, store.values)
+        final = final.view_as(x)
+        return fused.linear(model.lm_head, final), final
+
+    def fits(self, model: DrafterModel, gamma: int, max_rows: int) -> bool:
+        """Whether it can go on for chains of so many tokens; a method always reads trees of equally many nodes."""
+        ring_tokens = self.keys.window.window_tokens + gamma
+        sizes = self.keys.ring_tokens, len(self.keys.positions)
+        return self.model is model and sizes == (ring_tokens, max_rows)
+
+
+class StepProgram(DecoderProgram):
+    """What a draft step computes for m nodes of each of B rows, and stores of them.
+
+    A node's own K/V are written to its slot, where it may see them, and then overwritten by those of its memory.
+    """
+
+    def __init__(self, model: DrafterModel, keys: WindowKeys, n_rows: int, n_nodes: int) -> None:
+        self.model, self.keys, shape = model, keys, model.config.shape
+        super().__init__(shape, n_rows, n_nodes)
+        self.final = self.floats(len(self.x), shape.hidden_size)
+        self.states = self.floats(len(model.blocks) + 1, *self.final.shape)
+        self.n_draft = model.config.draft_vocab or shape.vocab_size
+        self.logits = self.floats(len(self.x), self.n_draft)
+
+    def step(self, previous: Tensor | None, is_last: bool, seen: Tensor | None = None) -> None:
+        """Append a step.
+
+        Args:
+            previous: [B m, D] final states one token earlier, which the input does not hold yet.
+            is_last: of a chain, whose last token has memories that are never read.
+            seen: [B, m, S] bool, the slots that each node sees, where `slots` says which are their own; None: the ring
+                says both.
+        """
+        model, keys, config, added = self.model, self.keys, self.model.config, None
+        if previous is not None:
+            self.linear(previous, model.previous, self.added)
+            added = self.added
+        d, n_slots, m = config.shape.hidden_size, keys.positions.shape[1], len(self.x)
+        if seen is None:
+            seen = self.hold(torch.zeros(m, 1, n_slots, dtype=torch.bool))
+            ring = config.window_tokens, config.sink_tokens, keys.ring_tokens, config.own_key
+            self.goes_on(self.window(keys.positions, seen, *ring))
+        self.rope_angles(model.rope)
+        for i, (block, store) in enumerate(zip(model.blocks, keys.stores, strict=True)):
+            self.norm(self.states[i], added, block.input_norm.weight, self.normed)
+            self.goes_on(self.copy(self.states[i], self.states[i + 1]))
+            self.linear(self.normed, block.qkv, self.qkv)
+            self.split(block, store.keys, store.values)
+            self.attend_to(store.keys, store.values, seen, n_slots)
+            self.x = self.states[i + 1]
+            self.mlp(block)
+            added = self.added
+        self.norm(self.x, added, model.norm.weight, self.final)
+        if config.feedback and not is_last:
+            mixed = self.floats(m, d)
+            shares = model.feedback_shares().float()
+            for block, store, weights in zip(model.blocks, keys.stores, shares, strict=True):
+                self.mix(self.states, weights.contiguous(), mixed)
+                self.norm(mixed, None, block.input_norm.weight, self.normed)
+                self.remember(block, self.normed, store.keys, store.values)
+        self.linear(self.final, model.lm_head, self.logits)
+
+
+class NodesProgram(StepProgram):
+    """A draft step that reads m nodes of each row's tree."""
+
+    def __init__(self, model: DrafterModel, keys: WindowKeys, n_rows: int, n_nodes: int) -> None:
+        super().__init__(model, keys, n_rows, n_nodes)
+        self.seen = self.hold(torch.zeros(n_rows, n_nodes, keys.positions.shape[1], dtype=torch.bool))
+        self.previous = self.floats(*self.final.shape) if model.config.previous_state else None
+        self.embed(model.embed_tokens.weight, self.states[0])
+        self.step(self.previous, is_last=False, seen=self.seen)
+        self.finish()
+
+    def read(
+        self, tokens: Tensor, positions: Tensor, slots: Tensor, seen: Tensor, previous: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """Return logits [B, m, K], which the next call overwrites, and final states [B, m, D]; see `read` above."""
+        for own, given in ((self.tokens, tokens), (self.positions, positions), (self.slots, slots), (self.seen, seen)):
+            own.copy_(given)
+        if self.previous is not None:
+            self.previous.copy_(previous.flatten(0, 1))
+        self.run()
+        return self.logits.view(*tokens.shape, -1), self.final.view(*tokens.shape, -1).clone()
+
+
+class ChainProgram(StepProgram):
+    """A chain of draft steps of B rows, each of which reads what the one before it drafted.
+
+    Args:
+        model: the drafter.
+        keys: of its rows.
+        n_rows: B.
+        n_steps: most tokens of a chain.
+        by_noise: whether the steps draw their tokens by shared noise; None: greedily.
+        stop: ends chains before n_steps tokens; a rule that compiles.
+    """
+
+    def __init__(
+        self,
+        model: DrafterModel,
+        keys: WindowKeys,
+        n_rows: int,
+        n_steps: int,
+        by_noise: bool | None,
+        stop: StopRule | None = None,
+    ) -> None:
+        super().__init__(model, keys, n_rows, 1)
+        self.spread, draws = model.spread, []
+        names = None if model.kept is None else self.hold(model.kept.contiguous())
+        self.options = self.hold(torch.zeros(n_rows, 4, dtype=torch.float64))  # of sampling
+        self.drafted = self.hold(torch.zeros(n_rows, n_steps, dtype=torch.int64))
+        following = self.tokens, self.positions
+        self.numbers = self.hold(torch.zeros(n_rows, n_steps, dtype=torch.int64 if by_noise else torch.float32))
+        reads_states = model.config.previous_state
+        previous = self.previous = self.floats(n_rows, model.config.shape.hidden_size) if reads_states else None
+        self.ends = None if stop is None else DraftEnds(self, stop, n_rows)
+        for i in range(n_steps):
+            self.embed(model.embed_tokens.weight, self.states[0])
+            self.step(previous, is_last=i == n_steps - 1)
+            previous = self.final if reads_states else None
+            if stop is not None:
+                self.ends.read(i, self.final, self.logits)
+            if by_noise is None:
+                self.argmax(self.logits, self.n_draft, self.drafted[:, i:], n_steps, following, names)
+            else:
+                drawing = self.options, self.numbers[:, i], self.drafted[:, i], following, names
+                draws.append(self.drawn(self.logits, *drawing))
+            if stop is not None:
+                self.ends.drawn(self.drafted[:, i])
+        self.draws = np.array(draws)  # [n_steps, 2] operations, see `Program.drawn`
+        self.finish()
+
+    def draft(
+        self, roots: Tensor, positions: Tensor, previous: Tensor, numbers: Tensor | None
+    ) -> tuple[Tensor, Tensor | None, Tensor | None]:
+        """Draft tokens behind roots [B] at positions [B], one after the other.
+
+        Where a rule ends the drafts, `ends.begin` comes before.
+
+        Args:
+            roots: int64.
+            positions: int64.
+            previous: [B, D] the target's final states before the roots, which not every drafter reads.
+            numbers: [B, n_steps] that tokens are drawn by; None: they are the likeliest.
+
+        Returns:
+            Tokens [B, g]; what they were drawn from behind an entry for the roots, [B, 1 + g, V] (greedy: None); and,
+            where a rule has ended the drafts, how many of them are each row's, [B] int64. g is n_steps, or the longest.
+        """
+        self.tokens.copy_(roots[:, None])
+        self.positions.copy_(positions[:, None])
+        if self.previous is not None:
+            self.previous.copy_(previous)
+        n_rows, n_steps = self.drafted.shape
+        q, drawn = None, self.draws
+        if numbers is not None:
+            self.numbers.copy_(numbers)
+            q = torch.empty(n_rows, 1 + n_steps, self.n_draft, dtype=torch.float32)
+            n_bytes = 4 * self.n_draft  # of a distribution
+            places = np.arange(q.data_ptr() + n_bytes, q.data_ptr() + n_bytes * (1 + n_steps), n_bytes)
+            for operation, field in ((0, 3), (1, 1)):
+                self.point(drawn[:, operation], field, places)
+                self.point(drawn[:, operation], field + 1, (1 + n_steps) * self.n_draft)
+        self.run()
+        lengths = None if self.ends is None else self.ends.finish()
+        width = n_steps if lengths is None else int(lengths.max())
+        return self.drafted[:, :width].clone(), None if q is None else self.spread(q[:, : 1 + width], 0.0), lengths
+
+
+class MemoryProgram(DecoderProgram):
+    """Writes what the target's states of a chain's accepted nodes project to into its keys: B rows of n nodes."""
+
+    def __init__(self, model: DrafterModel, keys: WindowKeys, n_rows: int, n_nodes: int) -> None:
+        config = model.config
+        super().__init__(config.shape, n_rows, n_nodes)
+        self.accepted = self.hold(torch.zeros(n_rows, dtype=torch.int64))
+        self.keep(keys.positions, self.accepted, config.sink_tokens, keys.ring_tokens)
+        self.rope_angles(model.rope)
+        self.inputs = []
+        for block, store in zip(model.blocks, keys.stores, strict=True):
+            self.inputs.append(self.norm(self.x, None, block.input_norm.weight, self.normed))
+            self.remember(block, self.normed, store.keys, store.values)
+        self.finish()
+
+    def write(self, captured: Tensor, positions: Tensor, accepted: Tensor) -> None:
+        """Of states [B, n, C, D] at positions [B, n], keep those of the root and of accepted [B] nodes."""
+        states = [captured[:, :, i].contiguous() for i in range(len(self.inputs))]
+        for place, one in zip(self.inputs, states, strict=True):
+            self.point(place, 1, one)
+        self.positions.copy_(positions)
+        self.accepted.copy_(accepted)
+        self.run()

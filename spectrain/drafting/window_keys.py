@@ -1,0 +1,136 @@
+"""Where a drafter of our own blocks keeps the keys and values of each row."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from spectrain.kernels import unique
+from spectrain.target.llama import KeysValues, LlamaShape
+from spectrain.target.tree import DraftTree
+
+
+class Window(Protocol):
+    """What a token sees of the text before it: the config of a drafter."""
+
+    shape: LlamaShape
+    window_tokens: int  # a query at t sees positions t - window + 1 .. t
+    sink_tokens: int  # first positions of the text, always seen
+    own_key: bool  # whether a token sees its own key
+
+    def sees_itself(self, others: Tensor) -> Tensor:
+        """Return whether each query sees its own key, [..] bool, given which other keys it sees, [.., S] bool."""
+
+
+class WindowKeys:
+    """K/V of the sinks and of the last positions, of each row and draft block, in slots found by position.
+
+    Position p stands at slot p where it is a sink, else at slot s + p mod (W + g). Behind these are slots for the nodes
+    of a tree that is being drafted, which several of one position may share. The last slot takes what is to be thrown
+    away. `positions` [rows, S] int64 says what stands where, -1 nothing, or a node.
+
+    Args:
+        window: which positions are seen.
+        n_blocks: of the drafter.
+        like: a tensor of the device and the dtype of keys and values.
+        gamma: most tokens of a chain.
+        max_rows: of a batch.
+        tree_nodes: most nodes of a tree that are read, the root included; 0: chains only.
+    """
+
+    def __init__(
+        self, window: Window, n_blocks: int, like: Tensor, gamma: int, max_rows: int, tree_nodes: int = 0
+    ) -> None:
+        self.window, shape = window, window.shape
+        self.ring_tokens = window.window_tokens + gamma
+        self.first_node = window.sink_tokens + self.ring_tokens  # the slot of a tree's root
+        n_slots = self.first_node + tree_nodes + 1
+        size = (max_rows, shape.n_kv_head, n_slots, shape.head_dim)
+        self.stores = [KeysValues(like.new_zeros(size), like.new_zeros(size)) for _ in range(n_blocks)]
+        self.positions = torch.full((max_rows, n_slots), -1, dtype=torch.int64, device=like.device)
+        self.n_rows = 0
+        self.storage = unique()
+
+    def kept(self, lengths: Tensor) -> Tensor:
+        """Return the positions [R, s + W + g] that are kept of texts of lengths [R]; -1 where there are fewer."""
+        last = lengths[:, None]
+        near = last - self.ring_tokens + torch.arange(self.ring_tokens, device=last.device)
+        near = near.masked_fill(near < self.window.sink_tokens, -1)  # a sink is not taken twice
+        sinks = torch.arange(self.window.sink_tokens, device=last.device).expand(len(lengths), -1)
+        return torch.cat([sinks.masked_fill(sinks >= last, -1), near], dim=1)
+
+    def join(self, rows: range) -> None:
+        """Add rows at the end, with nothing kept yet."""
+        self.positions[rows.start : rows.stop] = -1
+        self.n_rows = rows.stop
+
+    def write(self, keys_values: list[KeysValues], positions: Tensor, rows: slice) -> None:
+        """Stores K/V [n, H_kv, P, D_head] of positions [n, P] in rows `rows`."""
+        self.put(keys_values, self.claim(positions, rows), rows)
+
+    def claim(self, positions: Tensor, rows: slice) -> Tensor:
+        """Note that positions [n, P] are about to be stored in rows `rows`. Return their slots [n, P]."""
+        n_sinks = self.window.sink_tokens
+        slots = torch.where(positions < n_sinks, positions, n_sinks + positions % self.ring_tokens)
+        slots = slots.masked_fill(positions < 0, self.positions.shape[1] - 1)
+        self.positions[rows].scatter_(1, slots, positions)
+        return slots
+
+    def put(self, keys_values: list[KeysValues], slots: Tensor, rows: slice) -> None:
+        """Stores K/V [n, H_kv, P, D_head] in slots [n, P] of rows `rows`."""
+        for store, new in zip(self.stores, keys_values, strict=True):
+            index = slots[:, None, :, None].expand_as(new.keys)
+            store.keys[rows].scatter_(2, index, new.keys)
+            store.values[rows].scatter_(2, index, new.values)
+
+    def seen_by(self, queries: Tensor) -> Tensor:
+        """Which slots the queries at positions [n] see, [n, S] bool, where their own K/V stand at these positions."""
+        earlier, own = self.before(queries), self.positions[: len(queries)] == queries[:, None]
+        return earlier | (own & self.window.sees_itself(earlier)[:, None])
+
+    def before(self, queries: Tensor) -> Tensor:
+        """Which slots of earlier positions the queries at positions [n] see, [n, S] bool."""
+        positions, t = self.positions[: len(queries)], queries[:, None]
+        near = (positions > t - self.window.window_tokens) | (positions < self.window.sink_tokens)
+        return near & (positions >= 0) & (positions < t)
+
+    def all_of(self, n_rows: int) -> list[KeysValues]:
+        """All slots of the first rows."""
+        return [KeysValues(store.keys[:n_rows], store.values[:n_rows]) for store in self.stores]
+
+    def read_by(self, tree: DraftTree, roots: Tensor, n_new: int) -> tuple[Tensor, Tensor]:
+        """Which slots the last n_new nodes of each row's tree see, [n, n_new, S] bool, and their own, [n, n_new].
+
+        `roots` [n] are the positions of the roots. The ring holds tokens before them alone, as no chain is drafted.
+        """
+        n_rows, n_nodes = tree.shape
+        positions, roots = self.positions[:n_rows, None], roots[:, None, None]
+        reach = roots + tree.depth[:, -n_new:, None] - self.window.window_tokens
+        near = (positions > reach) | (positions < self.window.sink_tokens)
+        seen = near & (positions >= 0)
+        seen[:, :, self.first_node : self.first_node + n_nodes] = tree.ancestors[:, -n_new:]
+        slots = torch.arange(n_nodes - n_new, n_nodes, device=seen.device) + self.first_node
+        own = slots.expand(n_rows, -1)[..., None]
+        seen.scatter_(2, own, False)  # a node is one of its ancestors
+        return seen.scatter(2, own, self.window.sees_itself(seen)[..., None]), own[..., 0]
+
+    def clear(self) -> None:
+        """Forget all rows."""
+        self.positions.fill_(-1)
+        self.n_rows = 0
+
+    def forget(self, row: int) -> None:
+        """Empty a row, which may be a new one at the end."""
+        self.positions[row] = -1
+        self.n_rows = max(self.n_rows, row + 1)
+
+    def free(self, row: int) -> None:
+        """A row ended: the last one moves into its place."""
+        last = self.n_rows - 1
+        if row != last:
+            self.positions[row] = self.positions[last]
+            for store in self.stores:
+                store.keys[row], store.values[row] = store.keys[last], store.values[last]
+        self.n_rows = last

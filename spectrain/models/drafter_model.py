@@ -1,0 +1,142 @@
+"""What every drafter that is made of our own blocks has: tables that may be the target's, and a draft vocabulary."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+from abc import abstractmethod
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Self
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from spectrain.target.llama import KeysValues, Rope
+from spectrain.target.target import TargetModel
+
+TABLE_TOKENS = 8192  # tokens whose inputs are computed at a time
+
+
+@dataclass(frozen=True)
+class TargetTables:
+    """The target's embedding and unembedding, where a drafter has none of its own. They are never copied with it."""
+
+    target: TargetModel
+
+    @property
+    def embedding(self) -> Tensor:
+        """[V, D], in the dtype that the target keeps it in."""
+        return self.target.model.get_input_embeddings().weight
+
+    @property
+    def unembedding(self) -> Tensor:
+        """[V, D], in the dtype that the target computes in."""
+        return self.target.unembedding
+
+    def unembedding_layer(self, kept: Tensor | None) -> nn.Linear:
+        """Return the unembedding as a layer, in the dtype that the target keeps it in.
+
+        It is over the same memory, but for the rows `kept` [K] int64 alone, where these are given.
+        """
+        weight = self.target.model.get_output_embeddings().weight
+        weight = weight if kept is None else weight[kept.to(weight.device)]
+        layer = nn.Linear(*reversed(weight.shape), bias=False, device="meta")
+        layer.weight = nn.Parameter(weight.detach(), requires_grad=False)  # of its own: to move it moves no target
+        return layer
+
+    def __deepcopy__(self, memo: dict) -> TargetTables:
+        return self
+
+
+class DrafterModel(nn.Module):
+    """A stack of the target's kind of blocks between an input and an unembedding.
+
+    A kind fills `blocks`, `norm`, `rope`, and where they are its own `embed_tokens` and `lm_head`. Its `config` has at
+    least `shape`, `draft_vocab`, `previous_state`, `feedback`, and what a token sees (`drafting.window_keys.Window`).
+    """
+
+    blocks: nn.ModuleList  # of `LlamaBlock`
+    norm: nn.RMSNorm
+    rope: Rope
+    tables: TargetTables | None  # None: it has tables of its own, or is not run
+    kept: Tensor | None  # [K] int64, the tokens that it can draft, the most frequent ones first; None: all
+
+    @abstractmethod
+    def embed(self, tokens: Tensor) -> Tensor:
+        """Return what a token adds to the input x^0 of the first block, [.., D] for tokens [..] int64."""
+
+    @abstractmethod
+    def joined(self, x: Tensor, previous: Tensor | None) -> Tensor:
+        """Return the inputs x^0 [.., D] of the first block, given those of `embed` and final states before them."""
+
+    @abstractmethod
+    def memories(self, states: list[Tensor]) -> list[Tensor]:
+        """Return what later tokens attend to of each block's tokens, given x^0 .. x^n_layer of them, [R, n, D] each."""
+
+    @abstractmethod
+    def step(
+        self, x: Tensor, rope: tuple[Tensor, Tensor], past: Sequence[KeysValues], mask: Tensor
+    ) -> tuple[Tensor, list[KeysValues]]:
+        """Run all blocks over inputs x [R, n, D]. Return final states, and K/V of the tokens' memories by block."""
+
+    @property
+    def unembedding(self) -> Tensor:
+        """[V, D], or the K rows of the tokens `kept`."""
+        if hasattr(self, "lm_head"):
+            return self.lm_head.weight
+        whole = self.tables.unembedding
+        return whole if self.kept is None else whole[self.kept.to(whole.device)]
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """Return the logits [.., V] of final hidden states [.., D], -inf for tokens that it cannot draft."""
+        return self.spread(self.kept_logits(hidden))
+
+    def kept_logits(self, hidden: Tensor) -> Tensor:
+        """The same of the tokens `kept` alone, [.., K]."""
+        if hasattr(self, "lm_head"):
+            return self.lm_head(hidden)
+        return F.linear(hidden, self.unembedding.to(hidden.dtype))
+
+    def spread(self, logits: Tensor, others: float = -torch.inf) -> Tensor:
+        """Put logits [.., K] of the tokens `kept` at their places among all, [.., V], where the others have a value."""
+        if self.kept is None:
+            return logits
+        whole = logits.new_full((*logits.shape[:-1], self.config.shape.vocab_size), others)
+        return whole.index_copy_(-1, self.kept, logits)
+
+    def input_table(self) -> Tensor:
+        """[V, D]: the inputs of all tokens."""
+        tokens = torch.arange(self.config.shape.vocab_size, device=self.norm.weight.device)
+        return torch.cat([self.embed(part) for part in tokens.split(TABLE_TOKENS)])
+
+    def with_modules(self, modules: Mapping[str, nn.Module]) -> Self:
+        """Return the drafter with other modules of these names; all else is shared."""
+        other = copy.copy(self)
+        other._modules = {**self._modules, **modules}
+        return other
+
+    def held_to(self, n_tokens: int | None) -> Self:
+        """Return the drafter as one that drafts the first n of its tokens alone (None: all), which it has by number.
+
+        The order decides which token a random number draws, so it must be the one of the whole vocabulary. All but a
+        trained unembedding is shared.
+        """
+        kept, rows = self.kept[:n_tokens].sort()
+        return self._with_tokens(kept, rows)
+
+    def cut_to(self, n_tokens: int) -> Self:
+        """Return the drafter with the first n of its tokens alone, in their order, to be trained further."""
+        return self._with_tokens(self.kept[:n_tokens], torch.arange(n_tokens, device=self.kept.device))
+
+    def _with_tokens(self, kept: Tensor, rows: Tensor) -> Self:
+        """Return the drafter with the tokens `kept` [K], whose rows its own unembedding has; see `held_to`."""
+        other = self.with_modules({})
+        other.config = dataclasses.replace(self.config, draft_vocab=len(kept))
+        other._buffers = {**self._buffers, "kept": kept}
+        if hasattr(self, "lm_head"):
+            head = nn.Linear(self.lm_head.in_features, len(kept), bias=False, device="meta")
+            head.weight = nn.Parameter(self.lm_head.weight.detach()[rows], self.lm_head.weight.requires_grad)
+            other._modules["lm_head"] = head
+        return other
