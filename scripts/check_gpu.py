@@ -54,9 +54,10 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # a checkout need 
 from spectrain.cli import quiet_libraries
 from spectrain.config import TYPED_COMMAND
 from spectrain.data.prompts import question_ids
-from spectrain.decoding import Drafter, Generation, generate, stream
+from spectrain.decoding import Context, Drafter, Generation, generate, stream
+from spectrain.decoding.graph_capture import any_tree
 from spectrain.drafting.draft_chain import lengths_of
-from spectrain.drafting.step_costs import FILE, SCHEMA, Kept, _AnyTrees
+from spectrain.drafting.step_costs import FILE, SCHEMA, Kept
 from spectrain.errors import UserError
 from spectrain.kernels import Graphs
 from spectrain.measure.baselines import build_baseline
@@ -74,7 +75,7 @@ from spectrain.models.vanilla import new_vanilla
 from spectrain.stores.environment import provenance
 from spectrain.stores.files import RowFile, load_json, write_json
 from spectrain.stores.locations import BUNDLED, bundled_folder
-from spectrain.target import TargetModel, load_target
+from spectrain.target import DraftTree, TargetModel, load_target
 from spectrain.target.lean import shape_of
 from spectrain.target.loading import first_line
 from tests.methods.every import Artifacts
@@ -142,6 +143,13 @@ TINY = Sizes(
     ),  # no input is fitted, which takes a CPU longer than the rest
     training=("max_steps=5", "data.row_tokens=64", "data.batch_size=4"),
 )
+
+
+class AnyTrees(Drafter):
+    """Binary trees of any tokens."""
+
+    def propose(self, context: Context) -> DraftTree:
+        return any_tree(context, TREE_NODES, is_chain=False)
 
 
 @dataclass(frozen=True)
@@ -255,8 +263,8 @@ def random_spire(target: TargetModel, gamma: int | None) -> Spire:
 
 def measure_step(sizes: Sizes) -> Iterator[Row]:
     """Measure forwards, steps and a draft chain of the random target, and profile a step of plain decoding."""
-    model, trees = random_model(sizes), _AnyTrees(is_chain=False)
-    target, plain, trees.pace = TargetModel(model), TargetModel(model, compile="none"), TREE_NODES
+    model, trees = random_model(sizes), AnyTrees()
+    target, plain = TargetModel(model), TargetModel(model, compile="none")
     for n_rows in sizes.questions:
         yield step_row(f"step of plain decoding, batch {n_rows}", "", target, Autoregressive(), sizes, n_rows)
     for what, one in (("", target), (" by torch operations", plain)):

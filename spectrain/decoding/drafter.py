@@ -14,7 +14,7 @@ from types import MappingProxyType
 from torch import Tensor
 
 from spectrain.decoding.context import Context
-from spectrain.decoding.generation import Choice
+from spectrain.decoding.generation import Choice, Told
 from spectrain.decoding.sampling import Sampling
 from spectrain.decoding.verify import Verified
 from spectrain.target.kv_cache import KVCache
@@ -36,20 +36,23 @@ class Drafter(ABC):
     why_plain: str | None = None  # why hardly anything was drafted, in a sentence
     choice: Choice | None = None  # that it made for this step, where it chooses among methods
     mark: object = None  # of the batch whose rows it follows: an engine that begins one sets another
-    # What is measured of its steps, and what is chosen by that (`drafting/step_costs.py`, `drafting/budget.py`).
+    # What is learnt of its steps, and what is chosen by that (`drafting/step_costs.py`, `drafting/budget.py`).
     budget = None  # chooses how much it drafts; None: that is fixed
     reads = 0  # of a draft model, in this step
-    timed_reads: Sequence[int] = (0,)  # of which the seconds are measured
-    timed_as = ""  # under which name
+    timed_as = ""  # under which name its seconds are kept
     drafts_chains = False  # which are scored faster than trees
-    pace: int | None = None  # the size of its next draft, while its steps are timed; None: it chooses by itself
+    pace: int | None = None  # the size of its next draft, while graphs are recorded; None: it chooses by itself
 
     def warning(self, sampling: Sampling, verification: str = "block") -> str | None:
         """Return what a reader must know of numbers that are measured like this; None: nothing."""
         return None
 
     def prepare(self, target: TargetModel, sampling: Sampling, n_rows: int) -> None:  # noqa: B027
-        """Measure or load what it must know of this machine, before a generation of at most n rows starts."""
+        """Load what it must know of this machine, before a generation of at most n rows starts."""
+
+    def watch_clock(self, n_rows: int) -> Told | None:
+        """Return what is to be told how long the draft and the rest of this step took; None: nobody asks."""
+        return None
 
     def start(self, target: TargetModel, cache: KVCache) -> None:  # noqa: B027
         """Begins a generation: forgets all rows. `cache` is the target's, to be read only; `cache.max_rows` bounds n.

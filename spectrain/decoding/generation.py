@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -12,6 +12,7 @@ from transformers import PreTrainedTokenizerBase
 from spectrain.target.tree import Source
 
 STAGES = ("draft", "forward", "verify", "commit", "other")
+OF_STEP = STAGES[:-1]
 LOOKED_UP = (Source.FORWARD, Source.BACKWARD, Source.INPUT, Source.DATASTORE)  # found in a table, not computed
 
 
@@ -107,6 +108,13 @@ class Ending:
         return any(stop in text for stop in self.stop)
 
 
+Told = Callable[[float, float], None]  # is told the seconds of a step's draft, and of the rest
+
+
+def _untold(draft_s: float, rest_s: float) -> None:
+    """Nobody asks what this step took."""
+
+
 class Clock:
     """Divides time among the rows of a batch: the time between two laps is shared equally by the active rows.
 
@@ -118,7 +126,8 @@ class Clock:
         self.on_gpu = device.type == "cuda"
         self.shares = dict.fromkeys(STAGES, 0.0)  # seconds that a row present from the start would have been given
         self.now = time.perf_counter()  # of the last lap that was counted
-        self._laps: list[tuple[str | None, int, torch.cuda.Event]] = []  # not yet counted
+        self._spent = [0.0, 0.0]  # seconds of this step so far: on its draft, and on the rest
+        self._laps: list[tuple[str | None, int, torch.cuda.Event] | Told] = []  # not yet counted
         self._event = self._record() if self.on_gpu else None  # of the last lap that was counted
 
     def lap(self, stage: str | None, n_rows: int = 1) -> None:
@@ -129,20 +138,37 @@ class Clock:
         now = time.perf_counter()
         self._count(stage, n_rows, now - self.now)
 
+    def end_step(self, told: Told | None) -> None:
+        """A step has ended: say what its draft took, and the rest of it, once that is known."""
+        if self.on_gpu:
+            self._laps.append(told or _untold)
+        else:
+            self._tell(told or _untold)
+
     def settle(self) -> None:
         """Count all laps; on a GPU, wait for them."""
-        if not self._laps:
+        laps, self._laps = self._laps, []
+        last = next((lap[2] for lap in reversed(laps) if isinstance(lap, tuple)), None)
+        if last is None:
             return
-        self._laps[-1][2].synchronize()
-        for stage, n_rows, event in self._laps:
-            self._count(stage, n_rows, self._event.elapsed_time(event) / 1000)
-            self._event = event
-        self._laps.clear()
+        last.synchronize()
+        for lap in laps:
+            if isinstance(lap, tuple):
+                self._count(*lap[:2], self._event.elapsed_time(lap[2]) / 1000)
+                self._event = lap[2]
+            else:
+                self._tell(lap)
+
+    def _tell(self, told: Told) -> None:
+        spent, self._spent = self._spent, [0.0, 0.0]
+        told(*spent)
 
     def _count(self, stage: str | None, n_rows: int, seconds: float) -> None:
         self.now += seconds
         if stage is not None:
             self.shares[stage] += seconds / n_rows
+        if stage in OF_STEP:
+            self._spent[stage != "draft"] += seconds
 
     def _record(self) -> torch.cuda.Event:
         event = torch.cuda.Event(enable_timing=True)

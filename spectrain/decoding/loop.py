@@ -109,6 +109,7 @@ class Batch:
     def step(self) -> list[Emitted]:
         """Run one step for all rows."""
         context, clock, n_rows = self.context, self.clock, len(self.rows)
+        clock.lap("other", n_rows)  # since the last step, whoever has taken it
         tree = self.target.padded(self.drafter.propose(context))
         if not tree.is_chain and self.target.graphs is None:
             _ = tree.depth, tree.ancestors  # computed on first use; their time belongs to the draft, not the forward
@@ -129,6 +130,7 @@ class Batch:
         clock.lap("verify", n_rows)
         self.drafter.extend(context, step.emitted, step.asked)
         clock.lap("draft", n_rows)
+        clock.end_step(self.drafter.watch_clock(n_rows))
         for row, by_source, by_depth in zip(self.rows, step.by_source, step.by_depth, strict=True):
             row.generation.count_drafted(by_source, by_depth)
             if self.drafter.choice is not None:

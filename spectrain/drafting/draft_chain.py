@@ -48,11 +48,6 @@ class ChainDrafter(CountingDrafter):
     def __init__(self, gamma: int, budget: ChainBudget | None = None):
         self.gamma, self.budget = gamma, budget
 
-    @property
-    def timed_reads(self) -> tuple[int, ...]:
-        """Lengths of chains whose seconds are measured."""
-        return tuple(g for g in (0, 1, 2, 3, 4, 6, 8, 12, 16, 20) if g <= self.gamma)
-
     def warning(self, sampling: Sampling, verification: str = "block") -> str | None:
         return None if self.stop is None else self.stop.warning(sampling, verification)
 

@@ -87,7 +87,6 @@ class TreeDrafter(LookupDrafter):
         self.capture_layers, self.joins_late = model.capture_layers, model.joins_late
         self.max_positions = model.max_positions
         self.store = None if lookup is None else lookup.store
-        self.timed_reads = (*range(lookup is None, levels + 1),)
         self.asking = Asking()
         self._stops = np.zeros(0, dtype=np.int64)  # tokens that end a text
 

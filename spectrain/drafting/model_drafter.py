@@ -187,7 +187,7 @@ class ModelDrafter(ChainDrafter):
 
     def draft(self, context: Context, gamma: int) -> DraftTree:
         self._catch_up()
-        self.read_text(context)
+        self.read_context(context)
         roots = context.lengths - 1  # [n] positions
         self.state = self.finals[: context.n_rows]
         return draft_chain(
@@ -217,7 +217,7 @@ class ModelDrafter(ChainDrafter):
 
     def read_roots(self, context: Context) -> Tensor:
         self._catch_up()
-        self.read_text(context)
+        self.read_context(context)
         self.state = self.finals[: context.n_rows, None]
         return self.read_nodes(context, DraftTree.root_only(context.roots), 1)[:, 0]
 
@@ -232,7 +232,7 @@ class ModelDrafter(ChainDrafter):
         self.state = states if n_nodes == n_new else torch.cat([self.state, states], dim=1)
         return logits
 
-    def read_text(self, context: Context) -> None:
+    def read_context(self, context: Context) -> None:
         """Read the rows' texts up to their roots, where the drafter does not learn of them by the target's states."""
 
     @property

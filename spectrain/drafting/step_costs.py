@@ -1,65 +1,66 @@
-"""The table of seconds by which methods choose how much they draft (`budget.py`).
+"""What steps cost, by which methods choose how much they draft (`budget.py`).
 
-It holds the seconds of a step's forward by (rows, nodes) and of its draft by (rows, reads of the draft model). They are
-timed once for target, drafter and machine before a generation starts, and kept in
-`checkpoints/seconds-<target>-<machine>.json`.
+Nothing is timed on purpose. Decoding starts with the shape that was measured elsewhere, and each step that is run says
+what its forward took, by its rows and nodes, and its draft, by its rows and the reads of the draft model. What was
+learnt is kept in `checkpoints/seconds-<target>-<machine>.json`, where the next process begins with it.
+
+Other work on a machine only ever adds to a time. So the estimate of a size follows faster steps at once and slower ones
+late, and a table that a busy minute has spoiled recovers within some answers. The estimates of neighbouring sizes hold
+each other: what one slow step says of a size that is seldom run counts little.
+
+Where a text depends on what is drafted (`Sampling.draws` is "inverse"), costs stay as they are while a batch is
+written, so that a text depends on its seed and on this file alone.
 
 The environment variable SPECTRAIN_SECONDS names a file with another table, from which all seconds are read; nothing is
-timed then. Its "*" stands for all that it does not name.
+learnt then. Its "*" stands for all that it does not name.
 """
 
 from __future__ import annotations
 
+import atexit
 import logging
 import os
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
-from random import Random
 from typing import Literal
 from weakref import WeakKeyDictionary
 
 import numpy as np
 import torch
-from torch import Tensor
+from scipy.optimize import isotonic_regression
 from transformers import PreTrainedModel
 
 from spectrain import kernels
-from spectrain.decoding import Context, Drafter, Sampling, stream
-from spectrain.decoding.graph_capture import any_tree
+from spectrain.decoding import Drafter, Sampling
 from spectrain.errors import UserError
 from spectrain.kernels import ROWS, padded
-from spectrain.stores.environment import OtherWork, cpu_name, is_disturbed
+from spectrain.stores.environment import cpu_name
 from spectrain.stores.files import from_json, load_json, write_json
 from spectrain.stores.folder import digest
 from spectrain.stores.locations import CHECKPOINTS
-from spectrain.target import DraftTree, KVCache, TargetModel, fingerprint
-from spectrain.terminal import stage
+from spectrain.target import TargetModel, fingerprint
 
 log = logging.getLogger(__name__)
 
 FILE = "SPECTRAIN_SECONDS"
-SCHEMA = 1  # of the file; another one also where steps have become faster, so that all is timed again
+SCHEMA = 1  # of the file
 MOST_NODES = 128  # up to which forwards are known
 MOST_READS = 32
-NODES = (1, 2, 3, 4, 5, 6, 8, 10, 12, 16, 24, 32, 48, 64)
 RECORDED = (0, 1, 2, 3, 5, 7, 11, 15)  # lengths of chains where each is a graph; with the root, most fill a padded tree
-MOST_SCORED = {"cpu": 64, "cuda": 1024}  # nodes of all rows in a timed step; larger ones are extrapolated
-DEAR = 5.0  # larger trees than the first that costs so many forwards of one node are not timed
-# In each round a size is visited twice; more than the first rounds only while the seconds disagree.
-ROUNDS, MOST_ROUNDS = 3, 12
-MOST_S = 4.0  # after which no more rounds begin
-SPREAD, TOLERANCE_S = 1.2, 5e-5  # of the two fastest visits of one size
-MASK_S = 5e-4  # that the mask of several nodes may take, which a single one does not have
-CONTEXT_TOKENS = 160  # of the timed text, at its beginning
-MOST_READ = 256  # of all rows, on a CPU, which takes half a second for so many
-TEXT = (
-    "def read_config(path):\n    with open(path) as file:\n        return json.load(file)\n\nThe next day, she said: "
-)
+# A forward by the nodes of all rows, over one of a single node: medians of SmolLM2-135M and the bundled target, in
+# float32 on two cores of an AMD EPYC with AVX2 (docs/results/forward_shape.json).
+SHAPE = {1: 1.0, 2: 1.05, 4: 1.1, 8: 1.3, 16: 2.2, 32: 4.4, 48: 6.3}
+DRAFT, READ = 0.02, 0.1  # of a forward: a draft without reads, and each read; too cheap, so that methods are tried
+FASTER, SLOWER = 0.3, 0.03  # shares of the way to a faster and to a slower step that an estimate goes
+MOST_WEIGHT, READ_WEIGHT = 20.0, 8.0  # steps that an estimate counts as, at most, and where it was read from a file
+WIDTH = 0.35  # in which what a size says of another falls to 1 / e: of the logarithm of their ratio
+LEAST_S = 1e-9
+REFRESH = 16  # times that something is learnt, after which costs are computed anew
+KEEP_S = 20.0  # between two writes of the file
 
-Seconds = dict[str, dict[int, float]]  # by what was timed, and its size
+Seconds = dict[str, dict[int, float]]  # by what was run, and its size
 _of_process: WeakKeyDictionary[PreTrainedModel, dict[str, Table]] = WeakKeyDictionary()
 
 
@@ -90,26 +91,113 @@ class Costs:
         n_rows: int,
         pads: bool = False,
     ):
-        self.forwards = _between(*(curve(one, MOST_NODES) for one in forward), n_rows)  # [rows, nodes + 1]
-        self.drafts = _between(*(curve(one, MOST_READS) for one in draft), n_rows)  # [rows, reads + 1]
-        self.lengths = np.array(RECORDED) if pads else np.arange(MOST_READS + 1)  # of chains that may be drafted
-        if pads:
-            rows = [min(padded(row, ROWS), n_rows) - 1 for row in range(1, n_rows + 1)]
-            nodes = [padded(n, kernels.NODES) for n in range(MOST_NODES + 1)]
-            self.forwards, self.drafts = self.forwards[rows][:, nodes], self.drafts[rows]
+        self.n_rows, self.pads = n_rows, pads
+        self._forwards = _between(*(curve(one, MOST_NODES) for one in forward), n_rows)  # [rows, nodes + 1]
+        self._drafts = _between(*(curve(one, MOST_READS) for one in draft), n_rows)  # [rows, reads + 1]
+
+    @property
+    def lengths(self) -> np.ndarray:
+        """Lengths of chains that may be drafted."""
+        return np.array(RECORDED) if self.pads else np.arange(MOST_READS + 1)
 
     def forward_s(self, n_rows: int) -> np.ndarray:
         """Seconds by nodes of all of a step but its draft."""
-        return self.forwards[n_rows - 1]
+        seconds = self._forward(self._padded(n_rows))
+        return seconds[[padded(n, kernels.NODES) for n in range(MOST_NODES + 1)]] if self.pads else seconds
 
     def draft_s(self, n_rows: int) -> np.ndarray:
         """Seconds by reads of a draft."""
-        return self.drafts[n_rows - 1]
+        return self._draft(self._padded(n_rows))
 
     def step_s(self, n_rows: int, n_nodes: float, n_reads: float) -> float:
         """Seconds of a step, or of steps that have so many nodes and reads on average."""
         of = ((self.forward_s(n_rows), n_nodes), (self.draft_s(n_rows), n_reads))
         return float(sum(np.interp(size, np.arange(len(seconds)), seconds) for seconds, size in of))
+
+    def _forward(self, n_rows: int) -> np.ndarray:
+        return self._forwards[n_rows - 1]
+
+    def _draft(self, n_rows: int) -> np.ndarray:
+        return self._drafts[n_rows - 1]
+
+    def _padded(self, n_rows: int) -> int:
+        return min(padded(n_rows, ROWS), self.n_rows) if self.pads else n_rows
+
+
+class LearntCosts(Costs):
+    """The same from a table that learns.
+
+    Args:
+        table: what was learnt.
+        forwards: the key of its forwards.
+        drafts: the key of its drafts.
+        n_rows: the most rows.
+        pads: see `Costs`.
+        is_live: whether it follows the table; else it stays as it is now.
+    """
+
+    def __init__(self, table: Table, forwards: str, drafts: str, n_rows: int, pads: bool, is_live: bool):
+        self.table, self.keys, self.n_rows, self.pads, self.is_live = table, (forwards, drafts), n_rows, pads, is_live
+        self._refresh()
+
+    def _refresh(self) -> None:
+        self._read_at, self._found = self.table.n_steps, {}
+        self._known = [dict(self.table.known.get(key, {})) for key in self.keys]
+
+    def _forward(self, n_rows: int) -> np.ndarray:
+        if self.is_live and self.table.n_steps >= self._read_at + REFRESH:
+            self._refresh()
+        if (found := self._found.get(n_rows)) is None:
+            found = self._found[n_rows] = forward_curve(self._known[0], n_rows)
+        return found
+
+    def _draft(self, n_rows: int) -> np.ndarray:
+        if (found := self._found.get(-n_rows)) is None:
+            plain = float(self._forward(n_rows)[1])
+            found = self._found[-n_rows] = draft_curve(self._known[1], n_rows, plain)
+        return found
+
+
+Known = dict[tuple[int, int], tuple[float, float]]  # by rows and size: seconds, and the steps that they count as
+
+
+def forward_curve(known: Known, n_rows: int) -> np.ndarray:
+    """Return the seconds [MOST_NODES + 1] of forwards of n rows by their nodes, which never fall.
+
+    It is SHAPE, scaled at each size by how much longer than that near sizes took.
+    """
+    sizes = np.arange(1, MOST_NODES + 1)
+    expected, scale = _shape(n_rows * sizes), np.zeros(len(sizes))
+    if known:
+        of, (seconds, weights) = np.array([*known]), np.array([*known.values()]).T
+        for rows in {*of[:, 0]}:  # a larger size takes no less, so what contradicts this is averaged
+            (places,) = np.nonzero(of[:, 0] == rows)
+            places = places[of[places, 1].argsort()]
+            seconds[places] = isotonic_regression(seconds[places], weights=weights[places]).x
+        ratios = np.log(seconds / _shape(of[:, 0] * of[:, 1]))
+        away = np.abs(np.log(of[:, 1])[:, None] - np.log(sizes)) + np.abs(np.log(of[:, :1] / n_rows))
+        near = weights[:, None] * np.exp((away.min(axis=0) - away) / WIDTH)  # the nearest size always says something
+        scale = ratios @ near / near.sum(axis=0)
+    found = np.maximum.accumulate(expected * np.exp(scale))
+    return np.concatenate([found[:1], found])
+
+
+def draft_curve(known: Known, n_rows: int, plain_s: float) -> np.ndarray:
+    """Return the seconds [MOST_READS + 1] of drafts of n rows by their reads, which never fall.
+
+    Until a draft was run they are shares of a plain step of `plain_s`.
+    """
+    rows = min((rows for rows, _ in known), key=lambda rows: abs(np.log(rows / n_rows)), default=n_rows)
+    seconds = {size: found[0] for (of, size), found in known.items() if of == rows}
+    first = {0: DRAFT * plain_s} if 0 not in seconds else {}
+    guessed = {} if any(seconds) else {1: seconds.get(0, DRAFT * plain_s) + READ * plain_s}
+    return curve(first | guessed | seconds, MOST_READS)
+
+
+def _shape(nodes: np.ndarray) -> np.ndarray:
+    """A forward of so many nodes over one of a single node; beyond SHAPE in proportion."""
+    sizes, values = np.array([*SHAPE]), np.array([*SHAPE.values()])
+    return np.interp(nodes, sizes, values) * np.maximum(1.0, nodes / sizes[-1])
 
 
 def curve(seconds: Mapping[int, float], most: int) -> np.ndarray:
@@ -137,12 +225,17 @@ class Table:
     Args:
         file: that keeps them.
         seconds: that are known.
-        is_given: whether the user gave them, so that nothing is timed.
+        is_given: whether the user gave them, so that nothing is learnt.
     """
 
     def __init__(self, file: Path, seconds: Seconds, is_given: bool = False):
         self.file, self.seconds, self.is_given = file, seconds, is_given
-        self.spoiled: set[str] = set()  # what cannot be right: used, but not kept
+        self.known: dict[str, Known] = {}
+        self.n_steps, self._kept_s, self._machine = 0, None, {}
+        for key, sizes in {} if is_given else seconds.items():
+            what, _, rows = key.rpartition(", rows ")
+            if rows.isdigit():
+                self.known.setdefault(what, {}).update({(int(rows), n): (s, READ_WEIGHT) for n, s in sizes.items()})
 
     @classmethod
     def of(cls, target: TargetModel) -> Table:
@@ -153,7 +246,10 @@ class Table:
         known = _of_process.setdefault(target.model, {})
         if (key := digest(machine)) not in known:
             file = CHECKPOINTS / f"seconds-{fingerprint(target.model, target.tokenizer)}-{key}.json"
-            known[key] = target.agreed(cls.read(file))
+            table = known[key] = target.agreed(cls.read(file))
+            table._machine = machine
+            if target.leads:
+                atexit.register(table.keep)
         return known[key]
 
     @classmethod
@@ -165,13 +261,13 @@ class Table:
             problem = "it does not exist"
         except (OSError, ValueError) as error:
             problem = str(error)
-            log.warning("%s cannot be used (%s); its steps are timed again", file, problem)
+            log.warning("%s cannot be used (%s); what steps cost is learnt anew", file, problem)
         if is_given:
             raise UserError(f"{FILE}={file} is no table of seconds ({problem}); give another file or unset {FILE}")
         return cls(file, {})
 
     def costs(self, target: TargetModel, sampling: Sampling, n_rows: int, drafter: Drafter) -> Costs:
-        """Return what steps of up to n rows cost, and time what is not known.
+        """Return what steps of up to n rows cost.
 
         Args:
             target: of the table.
@@ -179,57 +275,50 @@ class Table:
             n_rows: the most rows.
             drafter: whose drafts are asked for.
         """
-        most = 1 << (n_rows - 1).bit_length()
-        is_chain = drafter.drafts_chains
-        what = "forward of chains" if is_chain else "forward of trees"
-        forward = [self._seconds(what, target, sampling, n, partial(_forward_steps, is_chain)) for n in (1, most)]
-        pads = target.graphs is not None
-        before = Costs(forward, [{0: 0.0}] * 2, most, pads)
-
-        def steps(target: TargetModel, sampling: Sampling, n: int) -> Paced:
-            if drafter.budget is not None:
-                drafter.budget.costs = before
-            return Paced(drafter, [reads for reads in drafter.timed_reads if _is_timed(target, n, reads + 1)])
-
-        name = drafter.timed_as or type(drafter).__name__
-        return Costs(forward, [self._seconds(name, target, sampling, n, steps) for n in (1, most)], most, pads)
-
-    def _seconds(self, what: str, target: TargetModel, sampling: Sampling, n_rows: int, steps) -> dict[int, float]:
-        kind = f"{'greedy' if sampling.greedy else 'sampled'}, rows {n_rows}"
-        key = f"{what}, {kind}"
+        most, pads = 1 << (n_rows - 1).bit_length(), target.graphs is not None
+        keys = self.keys_of(drafter, sampling)
         if self.is_given:
-            found = next((self.seconds[one] for one in (key, what, "*") if one in self.seconds), None)
-            if found is None:
-                raise UserError(f'{FILE}={self.file} has no seconds of "{key}"; add them, or those of "{what}" or "*"')
-            return found
-        if key not in self.seconds:
-            began, others = time.perf_counter(), OtherWork()
-            with stage(f"timing {key}, once on this machine", shown=target.leads):
-                self.seconds[key], problem = timed(target, sampling, n_rows, steps(target, sampling, n_rows))
-            log.info("timed %s in %.1f s", key, time.perf_counter() - began)
-            share = others.share() if target.device.type == "cpu" and "WORLD_SIZE" not in os.environ else None
-            if problem is None and is_disturbed(share):  # which may slow all sizes alike
-                problem = f"other processes took {share:.0%} of the cores"
-            if problem:
-                self.spoiled.add(key)
-            if problem and target.leads:
-                log.warning("the seconds of %s look disturbed (%s); they are timed again next time", key, problem)
-            if target.leads:
-                self._keep(machine_of(target))
-        return self.seconds[key]
+            return Costs(*([self._given(key, n) for n in (1, most)] for key in keys), most, pads)
+        self.known = target.agreed(self.known)
+        is_live = (sampling.greedy or sampling.shares_noise) and target.group is None
+        return LearntCosts(self, *keys, most, pads, is_live)
 
-    def _keep(self, machine: Mapping) -> None:
-        kept = {key: one for key, one in self.seconds.items() if key not in self.spoiled}
+    @staticmethod
+    def keys_of(drafter: Drafter, sampling: Sampling) -> tuple[str, str]:
+        """Under which keys the forwards and the drafts of a method stand."""
+        kind = "greedy" if sampling.greedy else "sampled"
+        forwards = "forward of chains" if drafter.drafts_chains else "forward of trees"
+        return f"{forwards}, {kind}", f"{drafter.timed_as or type(drafter).__name__}, {kind}"
+
+    def _given(self, key: str, n_rows: int) -> dict[int, float]:
+        what = key.rpartition(", ")[0]
+        found = next((self.seconds[one] for one in (f"{key}, rows {n_rows}", what, "*") if one in self.seconds), None)
+        if found is None:
+            raise UserError(f'{FILE}={self.file} has no seconds of "{key}"; add them, or those of "{what}" or "*"')
+        return found
+
+    def learn(self, key: str, n_rows: int, size: int, seconds: float) -> None:
+        """Take what a forward of so many nodes, or a draft of so many reads, took in a step of n rows."""
+        known = self.known.setdefault(key, {})
+        found, weight = known.get((n_rows, size), (seconds, 0.0))
+        found += (FASTER if seconds < found else SLOWER) * (seconds - found)
+        known[n_rows, size] = max(found, LEAST_S), min(weight + 1, MOST_WEIGHT)
+        self.n_steps += 1
+
+    def keep(self, least_s: float = 0.0) -> None:
+        """Write the file, where something was learnt, and the last write is so long ago."""
+        now = time.monotonic()
+        if self.n_steps == 0 or (self._kept_s is not None and now - self._kept_s < least_s):
+            return
+        self._kept_s, seconds = now, {}
+        for key, known in self.known.items():
+            for (rows, size), (found, _) in sorted(known.items()):
+                seconds.setdefault(f"{key}, rows {rows}", {})[size] = found
         try:
             self.file.parent.mkdir(parents=True, exist_ok=True)
-            write_json(self.file, Kept("seconds", SCHEMA, dict(machine), kept))
+            write_json(self.file, Kept("seconds", SCHEMA, dict(self._machine), seconds))
         except (OSError, UserError) as error:
-            log.warning("%s could not be written (%s); steps are timed again next time", self.file, error)
-
-
-def n_timed(target: TargetModel) -> int:
-    """Count what was timed of this target, or read from its file."""
-    return sum(len(table.seconds) for table in _of_process.get(target.model, {}).values())
+            log.warning("%s could not be written (%s); what steps cost is learnt anew next time", self.file, error)
 
 
 def machine_of(target: TargetModel) -> dict[str, object]:
@@ -243,143 +332,3 @@ def machine_of(target: TargetModel) -> dict[str, object]:
     dtype, graphs = str(target.dtype).removeprefix("torch."), target.graphs is not None
     facts = {"device": name, "dtype": dtype, "threads": threads, "engine": target.engine, "graphs": graphs}
     return facts | ({"fused": True} if target.fuses else {})
-
-
-class Paced(Drafter):
-    """Drafts with a method, each size in its turn, and notes what the draft and the rest of each step took.
-
-    Args:
-        inner: the method. With several sizes, it takes the size of its next draft by `inner.pace`.
-        sizes: reads of the drafts, or nodes of the trees.
-        times_rest: whether not the draft is timed but the rest of the step.
-    """
-
-    def __init__(self, inner: Drafter, sizes: Sequence[int], times_rest: bool = False):
-        self.inner, self.times_rest = inner, times_rest
-        self.capture_layers = inner.capture_layers
-        self.taken: dict[int, list[float]] = {size: [] for size in sizes}
-        self.order, self.turns = Random(0), []
-        self.rounds_left = 0
-
-    def rehearsals(self) -> Iterator:
-        return iter(())  # the first round is one
-
-    def start(self, target: TargetModel, cache: KVCache) -> None:
-        self.wait = torch.cuda.synchronize if target.device.type == "cuda" else lambda: None
-        self.inner.start(target, cache)
-
-    def read_of_prompts(self, lengths: Tensor) -> Tensor | None:
-        return self.inner.read_of_prompts(lengths)
-
-    def prefill(self, context: Context, output, rows: range) -> None:
-        self.inner.prefill(context, output, rows)
-
-    def _now(self) -> float:
-        self.wait()
-        return time.perf_counter()
-
-    def propose(self, context: Context) -> DraftTree:
-        if not self.turns:
-            # Twice in a row: a step of another size left other data in the caches.
-            self.turns = [size for size in self.order.sample([*self.taken], len(self.taken)) for _ in range(2)]
-            self.rounds_left -= 1
-        self.inner.pace = self.size = self.turns.pop()
-        began = self._now()
-        tree = self.inner.propose(context)
-        self._drafted = self._now()
-        self._draft_s = self._drafted - began
-        return tree
-
-    def observe(self, context: Context, tree: DraftTree, output, verified) -> Tensor | None:
-        began = self._now()
-        asked = self.inner.observe(context, tree, output, verified)
-        self._observe_s = self._now() - began
-        return asked
-
-    def extend(self, context: Context, emitted: Sequence[list[int]], asked: Sequence[list[int]]) -> None:
-        began = self._now()
-        self.inner.extend(context, emitted, asked)
-        own_s = self._observe_s + self._now() - began
-        rest_s = began - self._drafted - self._observe_s
-        size = self.size if self.times_rest else self.inner.reads
-        self.taken.setdefault(size, []).append(rest_s if self.times_rest else self._draft_s + own_s)
-
-    def free(self, row: int) -> None:
-        self.inner.free(row)
-
-    def drop_dear(self) -> None:
-        """Leave out sizes beyond the first that is dear: nobody scores so many nodes."""
-        best = {size: min(taken) for size, taken in self.taken.items() if taken}
-        dear = [size for size in sorted(best) if best[size] > DEAR * best[min(best)]]
-        for size in dear[1:]:
-            del self.taken[size]
-        self.turns = [size for size in self.turns if size in self.taken]
-
-
-class _AnyTrees(Drafter):
-    """Chains, or binary trees, of any tokens."""
-
-    pace = 1
-
-    def __init__(self, is_chain: bool):
-        self.is_chain = is_chain
-
-    def propose(self, context: Context) -> DraftTree:
-        return any_tree(context, self.pace, self.is_chain)
-
-
-def _forward_steps(is_chain: bool, target: TargetModel, sampling: Sampling, n_rows: int) -> Paced:
-    sizes = NODES if target.graphs is None else [n for n in kernels.NODES if n <= NODES[-1]]
-    return Paced(_AnyTrees(is_chain), [n for n in sizes if _is_timed(target, n_rows, n)], times_rest=True)
-
-
-def _is_timed(target: TargetModel, n_rows: int, nodes: int) -> bool:
-    """Whether a step of so many nodes of each row is timed; those of a chain are its reads and the root."""
-    return nodes <= 4 or nodes * n_rows <= MOST_SCORED.get(target.device.type, MOST_SCORED["cuda"])
-
-
-def timed(target: TargetModel, sampling: Sampling, n_rows: int, paced: Paced) -> tuple[dict[int, float], str | None]:
-    """Run steps in turns, and return the fastest of each size; and why they cannot be right, if they cannot."""
-    _run(target, sampling, n_rows, paced, 1)  # which compile, record and warm up
-    if paced.times_rest:
-        paced.drop_dear()
-    n_rounds, problem, began, goes_on = 0, None, time.perf_counter(), True
-    while goes_on:
-        _run(target, sampling, n_rows, paced, ROUNDS)
-        n_rounds += ROUNDS
-        problem = doubt(paced.taken)
-        goes_on = target.agreed(problem and n_rounds < MOST_ROUNDS and time.perf_counter() - began < MOST_S)
-    paced.inner.pace = None
-    paced.inner.forget()  # its drafts were only timed
-    return {size: min(taken) for size, taken in sorted(paced.taken.items()) if taken}, problem
-
-
-def _run(target: TargetModel, sampling: Sampling, n_rows: int, paced: Paced, n_rounds: int) -> None:
-    room = target.max_positions - NODES[-1]
-    length = max(1, min(CONTEXT_TOKENS, room // 2))
-    if target.device.type == "cpu":
-        length = min(length, max(16, MOST_READ // n_rows))
-    text = target.tokenizer(TEXT)["input_ids"] if target.tokenizer is not None else [*range(min(61, target.vocab_size))]
-    prompts = [[*text[row % len(text) :], *text * length][: max(1, length - row % 8)] for row in range(n_rows)]
-    paced.rounds_left, paced.turns = n_rounds, []
-    options = {"batch_size": n_rows, "stop_token_ids": (), "seed": 1}
-    while paced.rounds_left or paced.turns:
-        for _ in stream(target, paced, prompts, max(2, min(room - length, 512)), sampling, **options):
-            if not (paced.rounds_left or paced.turns):
-                break
-    paced.taken = target.agreed(paced.taken)
-
-
-def doubt(taken: Mapping[int, Sequence[float]]) -> str | None:
-    """Say what cannot be right about the seconds of some sizes: something disturbed them; None: nothing is wrong."""
-    best = {size: sorted(seconds) for size, seconds in sorted(taken.items()) if seconds}
-    first = next((size for size in best if size), 0)
-    lower = [seconds[0] for seconds in best.values()]
-    for i, (size, seconds) in enumerate(best.items()):
-        if len(seconds) > 1 and seconds[1] > SPREAD * seconds[0] + TOLERANCE_S:
-            return f"size {size} took {seconds[0]:.2g} s and {seconds[1]:.2g} s"
-        if seconds[0] > SPREAD * min(lower[i:]) + TOLERANCE_S:
-            return f"size {size} took longer than a larger one"
-        if size > first and seconds[0] > SPREAD * size / max(1, first) * best[first][0] + MASK_S:
-            return f"size {size} took more than {size} times size {first}"
-    return None

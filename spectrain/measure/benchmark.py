@@ -21,7 +21,6 @@ import torch
 from spectrain.data.prompts import Question
 from spectrain.decoding import Generation
 from spectrain.decoding.engine import check_prompt
-from spectrain.drafting.step_costs import n_timed
 from spectrain.errors import UserError
 from spectrain.kernels import Graphs, n_compiled
 from spectrain.measure.bandwidth import loop_steps
@@ -119,7 +118,7 @@ class Benchmark:
 
     def answer(self, name: str, numbers: Sequence[int], max_new_tokens: int) -> list[QuestionRow]:
         """Answer a few questions with one method. Errors are recorded: a night is not lost to one question."""
-        before, other = preparations(self.target), OtherWork()
+        before, other = preparations(), OtherWork()
         try:
             rows = self._play(name, numbers, max_new_tokens)
         except Exception as error:
@@ -127,7 +126,7 @@ class Benchmark:
             log.warning("%s failed on %s%s: %s", name, self.questions[numbers[0]].id, others, error)
             log.debug("", exc_info=error)
             rows = [failed_row(self.questions[n], name, f"{type(error).__name__}: {error}") for n in numbers]
-        other_work, prepared = other.share(), preparations(self.target) - before
+        other_work, prepared = other.share(), preparations() - before
         if self.strict and prepared:
             why = f"compiled inside the answer; {prepared} graphs, programs or tables were made while it was timed"
             rows = [
@@ -171,11 +170,11 @@ class Benchmark:
         ]
 
 
-def preparations(target: TargetModel) -> int:
-    """Count what was prepared in this process: graphs, compiled code, tables of seconds."""
+def preparations() -> int:
+    """Count what was prepared in this process: graphs, compiled code."""
     dynamo = sys.modules.get("torch._dynamo.utils")
     frames = dynamo.counters["frames"]["total"] if dynamo else 0
-    return Graphs.n_prepared + frames + n_compiled() + n_timed(target)
+    return Graphs.n_prepared + frames + n_compiled()
 
 
 def resident_bytes() -> int:

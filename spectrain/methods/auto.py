@@ -17,8 +17,8 @@ import numpy as np
 from torch import Tensor
 
 from spectrain.decoding import Context, Drafter, Sampling, Verified
-from spectrain.decoding.generation import Choice
-from spectrain.drafting.step_costs import Costs, Table
+from spectrain.decoding.generation import Choice, Told
+from spectrain.drafting.step_costs import KEEP_S, Costs, Table
 from spectrain.methods.autoregressive import Autoregressive
 from spectrain.models.kinds import drafters
 from spectrain.target import DraftTree, KVCache, TargetModel, TargetOutput
@@ -54,6 +54,7 @@ class Arm:
     drafted: int = 0  # tokens, in all steps
     accepted: int = 0
     costs: Costs | None = None
+    keys: tuple[str, str] = "", ""  # of its forwards and its drafts in the table
     # Tokens of each row that the drafter knew when it ran last; rows at the end may not have joined yet.
     known: list[int] = field(default_factory=list)
 
@@ -107,9 +108,13 @@ class Auto(Drafter):
         return next(filter(None, (arm.drafter.warning(sampling, verification) for arm in self.tried)), None)
 
     def prepare(self, target: TargetModel, sampling: Sampling, n_rows: int) -> None:
-        table = Table.of(target)
+        table = self.table = Table.of(target)
+        table.keep(KEEP_S)
         for arm in self.tried:
-            arm.costs = table.costs(target, sampling, n_rows, arm.drafter)
+            arm.costs, arm.keys = (
+                table.costs(target, sampling, n_rows, arm.drafter),
+                table.keys_of(arm.drafter, sampling),
+            )
             if arm.drafter.budget is not None:
                 arm.drafter.budget.costs = arm.costs
         self._retry(n_rows)
@@ -189,6 +194,16 @@ class Auto(Drafter):
         arm.sums *= 1 - 1 / MEAN_STEPS
         arm.sums += 1, mean, *self._size
 
+    def watch_clock(self, n_rows: int) -> Told | None:
+        return None if self.table.is_given else partial(self._took, self.active, n_rows, *self._size)
+
+    def _took(self, arm: Arm, n_rows: int, nodes: int, reads: int, draft_s: float, rest_s: float) -> None:
+        # A single node is scored alike for chains and for trees.
+        for key in {one.keys[0] for one in (self.tried if nodes == 1 else [arm])}:
+            self.table.learn(key, n_rows, nodes, rest_s)
+        if arm is not self.plain:
+            self.table.learn(arm.keys[1], n_rows, reads, draft_s)
+
     def free(self, row: int) -> None:
         self._end_block()
         for arm in self.tried:
@@ -208,7 +223,7 @@ class Auto(Drafter):
         if not self.tried or 5 * sum(arm.n_steps for arm in self.tried) > self.n_steps:
             return None
         costs = self.tried[0].costs
-        n_rows = min(len(costs.forwards), max(1, self._rows_before)) if costs else 1
+        n_rows = min(costs.n_rows, max(1, self._rows_before)) if costs else 1
         best = max(self.tried, key=lambda arm: arm.speed(n_rows) if arm.n_steps else 0.0)
         if not best.n_steps:
             return "nothing was drafted: by the measured seconds no draft can be faster than plain decoding here"

@@ -73,7 +73,7 @@ LONGER = 2  # times the k of training a chain may have that adapts
 class Spire(ModelDrafter):
     """Drafts with a `SpireDrafter`; see `ModelDrafter`."""
 
-    def read_text(self, context: Context) -> None:
+    def read_context(self, context: Context) -> None:
         """Without target activations: the drafter reads each row's text up to its root by itself.
 
         An ablation, so simple rather than fast: the whole text each step.

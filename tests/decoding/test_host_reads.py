@@ -21,7 +21,6 @@ from spectrain.decoding.loop import Batch
 from spectrain.decoding.sampling import Uniforms
 from spectrain.drafting.draft_chain import PIECE
 from spectrain.drafting.draft_tree import LEVELS
-from spectrain.drafting.step_costs import Paced
 from spectrain.kernels import Graphs
 from spectrain.methods.registry import BASELINE, build_method, method_config, method_names, with_papers_nodes
 from spectrain.target import TargetModel
@@ -201,7 +200,7 @@ def test_nothing_is_recorded_after_the_rehearsal_while_a_batch_drains(name, how,
     start = Batch.join
 
     def noted(batch: Batch, *given):
-        if not isinstance(batch.drafter, graph_capture._Rehearsal | Paced):
+        if not isinstance(batch.drafter, graph_capture._Rehearsal):
             began.append({key for graphs in all_graphs for key in graphs._recorded})
         return start(batch, *given)
 

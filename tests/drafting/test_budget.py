@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import logging
 import time
 from pathlib import Path
 
@@ -13,12 +11,10 @@ import pytest
 from spectrain.decoding import Drafter, Sampling, generate
 from spectrain.drafting import step_costs
 from spectrain.drafting.budget import ChainBudget, TreeBudget
-from spectrain.drafting.step_costs import Table, curve, doubt
+from spectrain.drafting.step_costs import Table, curve, draft_curve, forward_curve
 from spectrain.errors import UserError
-from spectrain.methods.auto import Auto
 from spectrain.methods.autoregressive import Autoregressive
 from spectrain.methods.registry import method_names
-from spectrain.stores.environment import OtherWork
 from spectrain.target import TargetModel
 from tests.conftest import random_prompts, table_of, tiny_model
 from tests.drafting.test_ranking import draft_of
@@ -204,107 +200,76 @@ def test_seconds_never_fall_and_go_on_beyond_what_was_timed():
     assert curve({0: 1.0}, 2) == pytest.approx([1, 1, 1])
 
 
-QUIET = {1: [1.0, 1.01], 2: [1.1, 1.1], 8: [1.8, 1.9]}
+def test_forwards_have_the_known_shape_scaled_by_what_near_sizes_took():
+    shape = forward_curve({}, 1)
+    assert [shape[n] for n in (1, 8, 48, 96)] == pytest.approx([1.0, 1.3, 6.3, 12.6])
+    assert forward_curve({}, 8)[1] == shape[8]  # all rows together have as many nodes
+    assert forward_curve({(1, 1): (0.02, 20)}, 1) == pytest.approx(0.02 * shape)
+    found = forward_curve({(1, 1): (0.02, 20), (1, 32): (0.04, 20)}, 1)
+    assert (found[1], found[32], found[64]) == pytest.approx((0.02, 0.04, 0.04 * 6.3 / 4.4 * 64 / 48), rel=0.01)
+    assert (np.diff(found) >= 0).all()
+    seldom = forward_curve({(1, 4): (0.023, 20), (1, 8): (0.1, 1)}, 1)  # one slow step beside twenty others
+    assert seldom[8] < 0.05
 
 
-@pytest.mark.parametrize(
-    ("changes", "says"),
-    [
-        ({}, None),
-        ({2: [1.1, 1.6]}, "took 1.1 s and 1.6 s"),
-        ({2: [2.6, 2.6], 8: [2.7, 2.7]}, "more than 2 times"),
-        ({2: [2.2, 2.2]}, "longer than a larger one"),
-        ({1: [3.0, 3.0]}, "longer than a larger one"),
-    ],
-)
-def test_seconds_that_the_shape_does_not_allow_are_noticed(changes, says):
-    found = doubt(QUIET | changes)
-    assert found is None if says is None else says in found
+def test_drafts_are_shares_of_a_plain_step_until_one_was_run():
+    guessed = draft_curve({}, 1, 2.0)
+    assert (guessed[0], guessed[1], guessed[5]) == pytest.approx((0.04, 0.24, 1.04))
+    found = draft_curve({(1, 0): (0.1, 5), (1, 4): (1.3, 5), (8, 4): (9.0, 5)}, 2, 2.0)  # of one row, which is nearer
+    assert (found[0], found[2], found[8]) == pytest.approx((0.1, 0.7, 2.5))
 
 
 @pytest.fixture
-def timed(monkeypatch, tmp_path):
-    """The table of a process of its own, whose steps take made-up seconds; some of the first are disturbed."""
+def learnt(monkeypatch, tmp_path):
+    """The table of a process of its own, which learns."""
     monkeypatch.delenv(step_costs.FILE)
     monkeypatch.setattr(step_costs, "CHECKPOINTS", tmp_path)
-    runs = []
 
-    def run(target, sampling, n_rows, paced, n_rounds):
-        runs.append(n_rows)
-        for size, taken in paced.taken.items():
-            taken += [1 + 0.1 * size + (1.0 if disturbed(len(runs), size) else 0.0)] * n_rounds
-
-    def open_table(target: TargetModel, is_disturbed=lambda run, size: False) -> Table:
-        nonlocal disturbed
-        disturbed = is_disturbed
-        runs.clear()
+    def open_table(target: TargetModel) -> Table:
         step_costs._of_process.clear()
         return Table.of(target)
 
-    disturbed = None
-    monkeypatch.setattr(step_costs, "_run", run)
-    monkeypatch.setattr(OtherWork, "share", lambda others: 0.0)
-    open_table.runs = runs
     return open_table
 
 
-def test_a_table_is_timed_once_and_read_by_the_next_process(timed, llama_target):
-    costs = timed(llama_target).costs(llama_target, Sampling(), 3, Autoregressive())
-    assert costs.forward_s(1)[1] == pytest.approx(1.1)
-    assert set(timed.runs) == {1, 4}
-    again = timed(llama_target).costs(llama_target, Sampling(), 3, Autoregressive())
-    assert again.forward_s(3) == pytest.approx(costs.forward_s(3))
-    assert not timed.runs
+def test_an_estimate_follows_faster_steps_at_once_and_slower_ones_late(learnt, llama_target):
+    table, seconds = learnt(llama_target), []
+    for step_s in [*[0.06] * 40, *[0.02] * 10, *[0.06] * 3]:  # a busy minute, a quiet one, and a few slow steps
+        table.learn("forward of trees, greedy", 1, 1, step_s)
+        seconds.append(table.known["forward of trees, greedy"][1, 1][0])
+    assert seconds[39] == pytest.approx(0.06)
+    assert seconds[49] < 1.1 * 0.02
+    assert seconds[-1] < 1.25 * 0.02
 
 
-def test_steps_that_a_full_batch_takes_long_for_are_not_timed_but_extrapolated(timed, llama_target):
-    drafter = Autoregressive()
-    drafter.timed_reads, drafter.timed_as = (0, 1, 2, 3, 4, 6, 8), "draft"
-    table = timed(llama_target)
-    costs = table.costs(llama_target, Sampling(), 16, drafter)
-    sizes = {key: [*one] for key, one in table.seconds.items()}
-    assert sizes["draft, greedy, rows 1"] == [0, 1, 2, 3, 4, 6, 8]
-    assert sizes["draft, greedy, rows 16"] == [0, 1, 2, 3]
-    assert sizes["forward of trees, greedy, rows 16"] == [1, 2, 3, 4]
-    assert costs.draft_s(16)[8] == pytest.approx(1.8)
-
-
-def test_a_disturbed_table_is_timed_again_until_its_seconds_agree(timed, llama_target, caplog):
-    table = timed(llama_target, lambda run, size: run < 4 and size == 3)
-    assert table.costs(llama_target, Sampling(), 1, Autoregressive()).forward_s(1)[3] == pytest.approx(1.3)
-    assert len(timed.runs) > 2
-    assert "disturbed" not in caplog.text
-
-
-def test_a_table_that_stays_spoiled_serves_this_process_and_is_not_kept(timed, llama_target, caplog):
-    table = timed(llama_target, lambda run, size: size == 3)
-    table.costs(llama_target, Sampling(), 1, Autoregressive())
-    n_runs = len(timed.runs)
-    assert n_runs > 3
-    assert "look disturbed (size 3 took longer than a larger one)" in caplog.text
-    table.costs(llama_target, Sampling(), 1, Autoregressive())
-    assert len(timed.runs) == n_runs
-    timed(llama_target).costs(llama_target, Sampling(), 1, Autoregressive())
-    assert timed.runs
-
-
-def test_a_table_that_was_timed_beside_other_work_is_not_kept(timed, llama_target, caplog, monkeypatch):
-    monkeypatch.setattr(OtherWork, "share", lambda others: 0.34)
-    timed(llama_target).costs(llama_target, Sampling(), 1, Autoregressive())
-    assert "look disturbed (other processes took 34% of the cores); they are timed again next time" in caplog.text
-    timed(llama_target).costs(llama_target, Sampling(), 1, Autoregressive())
-    assert timed.runs
-
-
-@pytest.mark.parametrize("text", ["", "{}", '{"kind": "seconds", "schema": 0, "seconds": {}}'])
-def test_an_unreadable_file_is_timed_again_and_said_in_the_log(timed, llama_target, text, tmp_path, caplog):
-    timed(llama_target).costs(llama_target, Sampling(), 1, Autoregressive())
+def test_what_was_learnt_is_kept_and_read_by_the_next_process(learnt, llama_target, tmp_path, caplog):
+    table, drafter = learnt(llama_target), Autoregressive()
+    costs = table.costs(llama_target, Sampling(), 3, drafter)
+    table.keep()
+    assert not [*tmp_path.glob("*.json")]  # nothing was learnt
+    for n_rows, nodes, seconds in ((1, 1, 0.02), (1, 8, 0.03), (4, 1, 0.05)):
+        table.learn(table.keys_of(drafter, Sampling())[0], n_rows, nodes, seconds)
+    table.keep()
+    assert costs.forward_s(1)[1] == 1.0  # it was computed a moment ago
+    again = learnt(llama_target).costs(llama_target, Sampling(), 3, drafter)
+    assert (again.forward_s(1)[1], again.forward_s(1)[8]) == pytest.approx((0.02, 0.03), rel=0.03)
     (file,) = tmp_path.glob("seconds-*.json")
-    file.write_text(text)
-    timed(llama_target).costs(llama_target, Sampling(), 1, Autoregressive())
-    assert timed.runs
+    for text in ("", "{}", '{"kind": "seconds", "schema": 0, "seconds": {}}'):
+        file.write_text(text)
+        assert learnt(llama_target).known == {}
     assert "cannot be used" in caplog.text
-    assert json.loads(file.read_text())["seconds"]
+
+
+@pytest.mark.parametrize(
+    ("sampling", "follows"),
+    [(Sampling(), True), (Sampling(0.8, draws="shared"), True), (Sampling(0.8, draws="inverse"), False)],
+)
+def test_costs_follow_the_table_only_where_no_text_depends_on_them(learnt, llama_target, sampling, follows):
+    table, drafter = learnt(llama_target), Autoregressive()
+    costs = table.costs(llama_target, sampling, 1, drafter)
+    for _ in range(step_costs.REFRESH):
+        table.learn(table.keys_of(drafter, sampling)[0], 1, 1, 0.25)
+    assert costs.forward_s(1)[1] == (0.25 if follows else 1.0)
 
 
 def test_a_file_that_the_user_names_and_cannot_be_read_is_refused(tmp_path, monkeypatch, llama_target):
@@ -314,23 +279,13 @@ def test_a_file_that_the_user_names_and_cannot_be_read_is_refused(tmp_path, monk
 
 
 @pytest.mark.parametrize("name", ["pld", "spire", "spire_sssd", "specdecpp"])
-def test_real_steps_of_every_size_are_timed_before_the_generation(name, artifacts, monkeypatch, tmp_path, caplog):
-    monkeypatch.delenv(step_costs.FILE)
-    monkeypatch.setattr(step_costs, "CHECKPOINTS", tmp_path)
-    monkeypatch.setattr(step_costs, "MOST_S", 0.0)
-    monkeypatch.setattr(step_costs, "DEAR", float("inf"))  # a busy machine makes any size dear
-    step_costs._of_process.clear()
+def test_steps_of_an_answer_are_learnt_from_and_the_text_is_the_same(name, artifacts, learnt):
+    table = learnt(artifacts.target)
     drafter = build_auto(name, artifacts)
-    assert isinstance(drafter, Auto)
-    with caplog.at_level(logging.INFO):
-        found = drafted(drafter, artifacts.target, 2)
-    assert caplog.text.count("timed forward") == 2
-    plain = drafted(Autoregressive(), artifacts.target, 2)
-    assert [one.tokens for one in found] == [one.tokens for one in plain]
-    again = drafted(build_auto(name, artifacts), artifacts.target, 2)  # which knows the seconds
-    assert [one.drafted for one in found] == [one.drafted for one in again]  # nothing is learnt from timed drafts
-    known = Table.of(artifacts.target).seconds
-    assert all(one.keys() >= {1, 2, 3, 8} for key, one in known.items() if key.startswith("forward"))
-    reads = [set(one) for key, one in known.items() if not key.startswith("forward")]
-    assert len(reads) == 2
-    assert all(len(one) == 1 if name == "pld" else len(one) > 2 for one in reads)
+    found = drafted(drafter, artifacts.target, 2)
+    assert [one.tokens for one in found] == [one.tokens for one in drafted(Autoregressive(), artifacts.target, 2)]
+    forwards = {size for key, known in table.known.items() if key.startswith("forward") for size in known}
+    assert {(1, 1), (2, 1)} & forwards  # drafts for a model of this size cost more than they gain
+    drafts = [known for key, known in table.known.items() if not key.startswith("forward")]
+    assert len(drafts) == 1
+    assert all(0 < seconds < 60 for known in table.known.values() for seconds, _ in known.values())

@@ -79,13 +79,13 @@ def test_with_a_static_cache_one_forward_is_compiled_for_all_prompts(target):
     compiling = CompileConfig(backend="eager", mode=None)
     compiling._compile_all_devices = True
     options = {"cache_implementation": "static", "compile_config": compiling}
-    prompts, before = random_prompts([30, 9, 17]), preparations(target)
+    prompts, before = random_prompts([30, 9, 17]), preparations()
     model = own_model(target)
     for prompt in prompts:
         (found,) = generate_with_transformers(target, model, [prompt], 20, options=options)
         assert found.tokens == generate(target, Autoregressive(), [prompt], 20)[0].tokens
         assert (found.drafted, found.target_forwards) == ([], len(found.tokens) - 1)
-        assert preparations(target) == before + 1
+        assert preparations() == before + 1
 
 
 def test_on_a_gpu_the_faster_way_counts_and_is_named_and_one_that_fails_is_left_out(target):

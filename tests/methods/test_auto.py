@@ -12,9 +12,8 @@ from omegaconf import OmegaConf
 
 from spectrain.decoding import Drafter, Generation, Sampling, generate
 from spectrain.decoding.generation import Choices
-from spectrain.drafting import auto
 from spectrain.errors import UserError
-from spectrain.methods import folders, registry
+from spectrain.methods import auto, folders, registry
 from spectrain.methods.auto import PLAIN, Auto
 from spectrain.methods.autoregressive import Autoregressive
 from spectrain.methods.registry import build_method, method_config, method_names

@@ -6,9 +6,9 @@ import pytest
 import torch
 
 from spectrain.decoding import Context, Sampling, Verified, generate
+from spectrain.drafting import model_drafter
 from spectrain.drafting.stopping import HeadStop, StopRule, UnsureStop
 from spectrain.errors import UserError
-from spectrain.methods import spire
 from spectrain.methods.autoregressive import Autoregressive
 from spectrain.methods.spire import Spire
 from spectrain.models.head import AcceptanceHead, HeadConfig
@@ -262,7 +262,7 @@ def test_a_drafter_that_is_held_to_few_tokens_drafts_these_and_leaves_the_text_t
 
 
 def test_how_many_tokens_are_drafted_where_nobody_says(monkeypatch):
-    monkeypatch.setattr(spire, "FEW_TOKENS", 9)
+    monkeypatch.setattr(model_drafter, "FEW_TOKENS", 9)
     target, drafter = make(**INPUTS[6])
     assert len(Spire(drafter, draft_vocab="auto").fitted(target).kept) == 9
     assert len(Spire(drafter, draft_vocab=30).fitted(target).kept) == 30
