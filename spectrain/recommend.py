@@ -35,7 +35,7 @@ from spectrain.errors import UserError
 from spectrain.measure import questions
 from spectrain.measure.bandwidth import weight_bytes
 from spectrain.measure.benchmark import Benchmark
-from spectrain.measure.recommend import AUTO, CANDIDATES, FEWEST, Halving, rows_that_fit
+from spectrain.measure.recommend import AUTO, FEWEST, Halving, measured, rows_that_fit
 from spectrain.measure.tables import estimate_of, fixed, for_terminal, interval, ordered, size, table_of
 from spectrain.methods import registry
 from spectrain.methods.folders import FOLDERS, artifact_kinds
@@ -64,7 +64,7 @@ def main(options: Recommend) -> None:
     folders = {option: getattr(options, option) for option in FOLDERS}
     bench = Bench(methods=options.methods or "all", **folders)
     methods = registry.method_configs(bench) | {AUTO: registry.method_config(AUTO)}
-    methods = {name: one for name, one in methods.items() if options.methods or name in CANDIDATES}
+    methods = {name: one for name, one in methods.items() if options.methods or name in measured()}
     with stage("building the methods"):
         drafters, skipped = registry.build_methods(bench, methods, target, Sampling(**vars(options.sampling)))
     halvings = measure(options, target, drafters, asked, began + 60 * options.minutes)

@@ -127,7 +127,7 @@ class DraftRuntime:
         n_rows, past = len(tokens), self.keys.all_of(len(tokens))
         own = torch.diag_embed(seen.gather(2, slots[:, :, None])[..., 0])  # [n, m, m]
         seen = seen.scatter(2, slots[:, :, None], False)  # a node's own keys are not in its slot yet
-        mask = additive(torch.cat([seen, own], dim=2)[:, None], past[0].keys.dtype)
+        mask = additive(torch.cat([seen, own], dim=2)[:, None], self.model.norm.weight.dtype)
         states, memories = self.model.step(x, self.model.rope(positions), past, mask)
         self.keys.put(memories, slots, slice(0, n_rows))
         return self.model.kept_logits(states), states
@@ -190,6 +190,7 @@ class StepProgram(DecoderProgram):
             ring = config.window_tokens, config.sink_tokens, keys.ring_tokens, config.own_key
             self.goes_on(self.window(keys.positions, seen, *ring))
         self.rope_angles(model.rope)
+        self.x = self.states[0]
         for i, (block, store) in enumerate(zip(model.blocks, keys.stores, strict=True)):
             self.norm(self.states[i], added, block.input_norm.weight, self.normed)
             self.goes_on(self.copy(self.states[i], self.states[i + 1]))

@@ -17,21 +17,24 @@ import torch
 from spectrain.decoding import Sampling
 from spectrain.measure.benchmark import Benchmark
 from spectrain.measure.results import QuestionRow, summarise
-from spectrain.methods.auto import METHODS
+from spectrain.methods.auto import candidates
 from spectrain.methods.registry import BASELINE
 from spectrain.stores.environment import free_memory
 from spectrain.target import TargetModel
 
 AUTO = "auto"
 KEPT = (BASELINE, AUTO)  # to the end: what others are compared with, and the answer where they cannot be distinguished
-# Measured by default: in docs/benchmarks.md no other method is more than 5 % ahead of all of these.
-CANDIDATES = (*METHODS, "specdecpp", *KEPT)
 FEWEST = 4  # prompts by which methods can be distinguished
 LEAST_GAIN = 1.03  # times plain decoding; less is not worth an option
 ALIKE = 0.97  # of the fastest method's speed; from there on `auto` is recommended, because other texts are to come
 WARM_UP_TOKENS = 16
 GROUP_IN_BATCHES = 2  # questions that are answered in one go, in batches
 SHARE_OF_FREE_MEMORY = 0.5  # that keys and values may take
+
+
+def measured() -> tuple[str, ...]:
+    """Return what is measured by default: in docs/benchmarks.md nothing else is 5 % ahead of all of these."""
+    return *candidates(), "specdecpp", *KEPT
 
 
 @dataclass

@@ -34,11 +34,11 @@ MOST_FAILURES = 7  # the wait for the next trial is a multiple of those that fai
 RESTING = 256  # a method that reads states takes no part in a generation if its next trial is more steps away
 
 LOOKUPS = {"sssd": ("logitspec",), "pld": (), "logitspec": ()}
-# The methods that method=auto chooses from, and those that each of them makes superfluous.
-METHODS: dict[str, tuple[str, ...]] = {
-    **{name: without for _, kind in drafters() for name, without in kind.auto.items()},
-    **LOOKUPS,
-}
+
+
+def candidates() -> dict[str, tuple[str, ...]]:
+    """Return the methods that method=auto chooses from, and those that each of them makes superfluous."""
+    return {name: without for _, kind in drafters() for name, without in kind.auto.items()} | LOOKUPS
 
 
 @dataclass(eq=False)

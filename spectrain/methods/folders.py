@@ -102,17 +102,21 @@ def chosen_folder(option: str, kind: str, own: str | None, given: str | None, ta
         return None
 
 
-def method_of_kind(kind: str) -> ModuleType:
-    """The module of the method that drafts with a kind of drafter.
+def method_of_kind(kind: str, function: str = "open_states") -> ModuleType:
+    """The module of the method that drafts with a kind of drafter, and has this function.
 
-    It opens the states that acceptance heads read (`open_states`, `of_states`), and the models of trees (`for_trees`).
+    `open_states` and `of_states` open the states that acceptance heads read, `for_trees` the models of trees.
     """
-    method = about(kind).method
-    module = import_module(f"spectrain.methods.{method}") if method else None
-    if not hasattr(module, "open_states"):
-        known = " or ".join(name for name, _ in drafters())
-        raise UserError(f"a {kind} has no hidden state to stop by; give a drafter of kind {known}")
+    if (module := _method_of(kind)) is None or not hasattr(module, function):
+        known = " or ".join(name for name, _ in drafters() if hasattr(_method_of(name), function))
+        lacks = "is no drafter that trees go over" if function == "for_trees" else "has no hidden state to stop by"
+        raise UserError(f"a {kind} {lacks}; give a drafter of kind {known}")
     return module
+
+
+def _method_of(kind: str) -> ModuleType | None:
+    method = about(kind).method
+    return import_module(f"spectrain.methods.{method}") if method else None
 
 
 def find_artifact(kind: str, target: TargetModel) -> str:

@@ -28,7 +28,7 @@ from spectrain.decoding import Drafter, Sampling
 from spectrain.drafting.budget import AUTO
 from spectrain.drafting.lookup import LookupDrafter
 from spectrain.errors import UserError, nearest
-from spectrain.methods.auto import METHODS, Auto
+from spectrain.methods.auto import Auto, candidates
 from spectrain.methods.folders import FOLDERS, artifact_kinds, check_taken, chosen_folder, given_artifacts
 from spectrain.methods.options import build_function, check_options, names, option_types, plain_options
 from spectrain.models.artifacts import decoded_by, is_export
@@ -180,18 +180,18 @@ def build_method(
 
 
 def _build_auto(asked: Sequence[str], target: TargetModel, artifacts: Mapping[str, str]) -> Auto:
-    """Build method=auto over the methods that it names; else over all of `auto.METHODS` that can be built.
+    """Build method=auto over the methods that it names; else over all of `auto.candidates` that can be built.
 
     Raises:
         UserError: one that is named, or whose folder was given, cannot be built.
     """
-    found, models = {}, {}
+    found, models, known_best = {}, {}, candidates()
     left_out: dict[str, list[str]] = {}  # names by the reason
-    for name in asked or METHODS:
+    for name in asked or known_best:
         if name not in method_names() or name == "auto":
             known = [one for one in method_names() if one != "auto"]
             raise UserError(f"method.methods={name} is unknown; choose among {', '.join(known)}{nearest(name, known)}")
-        if name == BASELINE or (not asked and any(name in METHODS[other] for other in found)):
+        if name == BASELINE or (not asked and any(name in known_best[other] for other in found)):
             continue  # it is always one of them, or another one is as fast
         config = method_config(name)
         kinds = artifact_kinds(config).values()
@@ -206,7 +206,7 @@ def _build_auto(asked: Sequence[str], target: TargetModel, artifacts: Mapping[st
             left_out.setdefault(str(error), []).append(name)
             continue
         model = getattr(drafter, "model", drafter)  # of a tree; its chain is of the same folder and options
-        if name in METHODS and hasattr(model, "share") and models.setdefault(type(model), model) is not model:
+        if name in known_best and hasattr(model, "share") and models.setdefault(type(model), model) is not model:
             model.share(models[type(model)])
         found[name] = drafter
     for reason, without in left_out.items():
