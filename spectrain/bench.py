@@ -147,7 +147,7 @@ def costs_on_gpu(target: TargetModel, drafter: Drafter, rows: Sequence[QuestionR
 def seen_before(asked: Sequence[Question], target: TargetModel, drafters: Iterable[Drafter]) -> dict[str, list[str]]:
     """Return which questions stand in the text of each drafter and datastore, by its folder, and warn of them."""
     seen, stores = {}, {str(one.store.folder): one.store for one in drafters if one.store}
-    for folder in sorted({*stores, *(folder for one in drafters for folder in one.folders)}):
+    for folder in sorted({*stores, *(folder for one in drafters for folder in one.method.folders)}):
         text = stores[folder].documents() if folder in stores else Sample.load(Path(folder))
         if text is not None and (ids := seen_questions(asked, target.tokenizer, text)):
             seen[folder] = ids

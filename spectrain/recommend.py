@@ -74,7 +74,7 @@ def main(options: Recommend) -> None:
     for name, one in ((name, one) for setting in settings for name, one in setting["methods"].items()):
         files = Path(drafters[name].store.folder).iterdir() if drafters[name].store else ()
         one["memory_bytes"] = weight_bytes(drafters[name]) + sum(file.stat().st_size for file in files)
-        one["folders"] = list(drafters[name].folders)
+        one["folders"] = list(drafters[name].method.folders)
     trained = [name for name in drafters if artifact_kinds(methods[name]).keys() & {"drafter", "head"}]
     content = {
         **{"kind": "recommendation", **provenance(), "target": options.target.path, "engine": target.engine},
@@ -202,7 +202,7 @@ def say_how(
     for name, setting in first.items():
         use = {"method": name, **typed_target()}
         for option in FOLDERS:
-            if own := [folder for folder in names(getattr(options, option)) if folder in drafters[name].folders]:
+            if own := [folder for folder in names(getattr(options, option)) if folder in drafters[name].method.folders]:
                 use[option] = own[0] if len(own) == 1 else f"[{','.join(own)}]"
         if len(first) > 1 and setting["temperature"]:
             use["sampling.temperature"] = setting["temperature"]

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from types import MappingProxyType
+from dataclasses import dataclass, field
 
 from torch import Tensor
 
@@ -22,24 +22,30 @@ from spectrain.target.target import TargetModel, TargetOutput
 from spectrain.target.tree import DraftTree
 
 
+@dataclass(frozen=True)
+class Method:
+    """What a method is, as it was built; a `Drafter` is what it does."""
+
+    name: str = ""  # and its options, by which what it costs is kept
+    folders: tuple[str, ...] = ()  # that it drafts with
+    artifacts: Mapping[str, str] = field(default_factory=dict)  # the same by kind, where its yaml cannot tell
+    target: TargetModel | None = None  # that it was built for
+
+
 class Drafter(ABC):
     """One method of drafting, for a batch of rows. One object serves one engine at a time."""
 
     capture_layers: tuple[int, ...] = ()  # blocks of the target whose inputs it needs in `TargetOutput.captured`
-    artifacts: Mapping[str, str] = MappingProxyType({})  # folders it was made from, by kind, where its yaml cannot tell
-    folders: Sequence[str] = ()  # all folders that it was made from; the registry sets it
-    target: TargetModel | None = None  # that it was built for; the registry sets it
+    method = Method()  # what it is; the registry sets it
     max_positions = 2**31  # tokens of the longest text that it can follow
     draws = "inverse"  # how tokens are drawn unless the user says it: see `Sampling.draws`
     store = None  # the datastore that it drafts from
     joins_late = False  # whether `prefill` reads only the context, so that it may be called some steps later
     why_plain: str | None = None  # why hardly anything was drafted, in a sentence
     choice: Choice | None = None  # that it made for this step, where it chooses among methods
-    mark: object = None  # of the batch whose rows it follows: an engine that begins one sets another
     # What is learnt of its steps, and what is chosen by that (`drafting/step_costs.py`, `drafting/budget.py`).
     budget = None  # chooses how much it drafts; None: that is fixed
     reads = 0  # of a draft model, in this step
-    timed_as = ""  # under which name its seconds are kept
     drafts_chains = False  # which are scored faster than trees
     pace: int | None = None  # the size of its next draft, while graphs are recorded; None: it chooses by itself
 

@@ -13,6 +13,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Generator, Iterator, Sequence
 from dataclasses import dataclass, replace
+from weakref import WeakKeyDictionary
 
 import torch
 
@@ -31,6 +32,8 @@ from spectrain.target.target import TargetModel, TargetOutput, unread_parts
 MOST_NODES = 128  # of a step, for which the cache has room behind the text from the start
 PIECE = {"cpu": 128, "cuda": 1024}  # tokens of a long prompt that are read between two steps of other rows
 CACHE_BLOCK = 256
+# The batch whose rows a drafter follows: an engine that begins one takes it from any other.
+_BATCH_OF: WeakKeyDictionary[Drafter, object] = WeakKeyDictionary()
 
 
 @dataclass(frozen=True)
@@ -179,7 +182,7 @@ class Engine:
 
         `rehearses`: on a GPU, steps of the first request's sampling are recorded before the batch begins.
         """
-        if self.n_running and self.drafter.mark is not self._mark:
+        if self.n_running and _BATCH_OF.get(self.drafter) is not self._mark:
             raise UserError(
                 "the method has begun other texts before these ended; give each a method of its own, or decode them in "
                 "turns"
@@ -226,7 +229,7 @@ class Engine:
 
     def _begin(self, rehearses: bool) -> None:
         """Begin a batch: the method learns of it, and forgets all rows of earlier ones."""
-        self.drafter.mark = self._mark = object()
+        _BATCH_OF[self.drafter] = self._mark = object()
         # The steps of a batch in which one row draws take as long as if all did.
         first = next((row.sampling for row in self._waiting if not row.sampling.greedy), self._waiting[0].sampling)
         self.drafter.prepare(self.target, first, self.batch_size)

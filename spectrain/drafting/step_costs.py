@@ -57,7 +57,7 @@ FASTER, SLOWER = 0.3, 0.03  # shares of the way to a faster and to a slower step
 MOST_WEIGHT, READ_WEIGHT = 20.0, 8.0  # steps that an estimate counts as, at most, and where it was read from a file
 WIDTH = 0.35  # in which what a size says of another falls to 1 / e: of the logarithm of their ratio
 LEAST_S = 1e-9
-REFRESH = 16  # times that something is learnt, after which costs are computed anew
+REFRESH, MOST_REFRESH = 16, 512  # times that something is learnt, after which costs are computed anew: first, later
 KEEP_S = 20.0  # between two writes of the file
 
 Seconds = dict[str, dict[int, float]]  # by what was run, and its size
@@ -141,11 +141,11 @@ class LearntCosts(Costs):
         self._refresh()
 
     def _refresh(self) -> None:
-        self._read_at, self._found = self.table.n_steps, {}
+        self._until, self._found = self.table.n_steps + min(MOST_REFRESH, max(REFRESH, self.table.n_steps // 4)), {}
         self._known = [dict(self.table.known.get(key, {})) for key in self.keys]
 
     def _forward(self, n_rows: int) -> np.ndarray:
-        if self.is_live and self.table.n_steps >= self._read_at + REFRESH:
+        if self.is_live and self.table.n_steps >= self._until:
             self._refresh()
         if (found := self._found.get(n_rows)) is None:
             found = self._found[n_rows] = forward_curve(self._known[0], n_rows)
@@ -288,7 +288,7 @@ class Table:
         """Under which keys the forwards and the drafts of a method stand."""
         kind = "greedy" if sampling.greedy else "sampled"
         forwards = "forward of chains" if drafter.drafts_chains else "forward of trees"
-        return f"{forwards}, {kind}", f"{drafter.timed_as or type(drafter).__name__}, {kind}"
+        return f"{forwards}, {kind}", f"{drafter.method.name or type(drafter).__name__}, {kind}"
 
     def _given(self, key: str, n_rows: int) -> dict[int, float]:
         what = key.rpartition(", ")[0]

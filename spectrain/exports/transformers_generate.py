@@ -82,7 +82,7 @@ def generate(
     with kept.lock:
         drafter = kept.drafter(model, Path(code).parent.resolve())
         if stop:
-            criterion = StopStringCriteria(tokenizer or drafter.target.tokenizer, stop)
+            criterion = StopStringCriteria(tokenizer or drafter.method.target.tokenizer, stop)
             given["stopping_criteria"] = StoppingCriteriaList([*(given.get("stopping_criteria") or ()), criterion])
         given |= {"stop_strings": None, "custom_generate": partial(_decode, drafter=drafter, streamer=streamer)}
         return GenerationMixin.generate(model, **given, streamer=streamer)
@@ -162,7 +162,7 @@ def _decode(
     seed, (n_rows, end) = 0 if sampling.greedy else int(torch.randint(2**31, ())), input_ids.shape
     # With shared noise a sample does not depend on how much is drafted, which a clock decides.
     options = {"max_length": config.max_length, "stop_token_ids": eos, "draws": "shared", "reads_in_pieces": False}
-    engine = Engine(drafter.target, drafter, n_rows, **options)
+    engine = Engine(drafter.method.target, drafter, n_rows, **options)
     for row, (ids, kept) in enumerate(zip(input_ids, mask.bool(), strict=True)):
         engine.submit(Request(ids[kept].tolist(), config.max_length - end, sampling, seed, row))
     text, ends, done = F.pad(input_ids, (0, config.max_length - end), value=pad), [end] * n_rows, set()

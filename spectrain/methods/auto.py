@@ -12,11 +12,13 @@ import dataclasses
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from types import MappingProxyType
 
 import numpy as np
 from torch import Tensor
 
 from spectrain.decoding import Context, Drafter, Sampling, Verified
+from spectrain.decoding.drafter import Method
 from spectrain.decoding.generation import Choice, Told
 from spectrain.drafting.step_costs import KEEP_S, Costs, Table
 from spectrain.methods.autoregressive import Autoregressive
@@ -79,9 +81,16 @@ class Auto(Drafter):
 
     Args:
         methods: by name; plain decoding is added.
+        target: that they were built for.
+        artifacts: folders that they were given, by kind.
     """
 
-    def __init__(self, methods: Mapping[str, Drafter]):
+    def __init__(
+        self,
+        methods: Mapping[str, Drafter],
+        target: TargetModel | None = None,
+        artifacts: Mapping[str, str] = MappingProxyType({}),
+    ) -> None:
         self.tried = [Arm(name, drafter) for name, drafter in methods.items()]
         self.plain = self.active = self.leader = Arm(PLAIN, Autoregressive())  # `active` runs, `leader` was the fastest
         self.arms = [*self.tried, self.plain]
@@ -91,8 +100,10 @@ class Auto(Drafter):
         self._size = 1, 0  # nodes and reads of this step
         draws = {one.draws for one in methods.values()}
         self.draws = draws.pop() if len(draws) == 1 else Drafter.draws
-        self.folders = [folder for one in methods.values() for folder in one.folders]
-        self.artifacts = {kind: path for one in methods.values() for kind, path in one.artifacts.items()}
+        of = [one.method for one in methods.values()]
+        folders = tuple(folder for one in of for folder in one.folders)
+        known = {kind: path for one in of for kind, path in one.artifacts.items()}
+        self.method = Method(PLAIN, folders, known | artifacts, target)
         self.store = next((store for one in methods.values() if (store := one.store)), None)
 
     @property

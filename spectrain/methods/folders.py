@@ -77,7 +77,7 @@ def check_taken(
         by_baselines: kinds.
     """
     taken = {kind for options in methods for kind in artifact_kinds(options).values()} | set(by_baselines)
-    taken |= {kind for drafter in built for kind in drafter.artifacts}
+    taken |= {kind for drafter in built for kind in drafter.method.artifacts}
     for kind in given.keys() - taken:
         one, folder = about(kind), given[kind]
         if not Path(folder).exists():

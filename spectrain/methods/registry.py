@@ -17,6 +17,7 @@ from __future__ import annotations
 import inspect
 import logging
 from collections.abc import Collection, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import hydra
@@ -153,9 +154,7 @@ def build_method(
     given = {key: value for key, value in options.items() if value is not None or key not in FOLDERS}
     check_options(build, given, name)
     if build is Auto:
-        drafter = _build_auto(names(options.get("methods")), target, artifacts)
-        drafter.target = target
-        return drafter
+        return _build_auto(names(options.get("methods")), target, artifacts)
     chooses = options.get("max_nodes") == AUTO and options.get("gamma") is None
     ranks = ranks and target is not None and type(options.get("max_nodes")) is int
     if options.get("max_nodes") == PAPER:
@@ -169,14 +168,11 @@ def build_method(
         facts = read_head_facts(Path(options["head"]), fingerprint(target.model, target.tokenizer))
         options["drafter"] = artifacts.get(facts.drafter.kind)
     drafter = instantiate(method, target, options)
-    drafter.timed_as = f"{name}-{digest(options)}"
     if ranks and isinstance(drafter, LookupDrafter):
         drafter.rank()
-    drafter.folders = [str(options[option]) for option in FOLDERS if options.get(option)]
-    if chooses:
-        drafter = Auto({name: drafter})
-    drafter.target = target
-    return drafter
+    used = tuple(str(options[option]) for option in FOLDERS if options.get(option))
+    drafter.method = replace(drafter.method, name=f"{name}-{digest(options)}", folders=used, target=target)
+    return Auto({name: drafter}, target) if chooses else drafter
 
 
 def _build_auto(asked: Sequence[str], target: TargetModel, artifacts: Mapping[str, str]) -> Auto:
@@ -211,10 +207,8 @@ def _build_auto(asked: Sequence[str], target: TargetModel, artifacts: Mapping[st
         found[name] = drafter
     for reason, without in left_out.items():
         log.info("without %s: %s", ", ".join(without), reason)
-    drafter = Auto(found)
     kinds = {kind for name in found for kind in artifact_kinds(method_config(name)).values()}
-    drafter.artifacts |= {kind: folder for kind, folder in artifacts.items() if kind in kinds}
-    return drafter
+    return Auto(found, target, {kind: folder for kind, folder in artifacts.items() if kind in kinds})
 
 
 def build_methods(

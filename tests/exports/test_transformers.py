@@ -95,7 +95,7 @@ def test_greedy_text_is_that_of_transformers_in_a_padded_batch(model, ours, expo
         lengths |= {(row != 0).sum().item() for row in expected}
     assert len(lengths) > 3  # some rows ended before others
     drafter = next(iter(vars(model)["_spectrain"].values()))[1]
-    assert list(drafter.folders) == ([] if kind == "lookup" else [str(exports[kind])])
+    assert list(drafter.method.folders) == ([] if kind == "lookup" else [str(exports[kind])])
 
 
 @pytest.mark.parametrize("family", [*FAMILIES, *WINDOWED])
@@ -157,7 +157,7 @@ def test_samples_are_those_of_our_loop_and_of_the_global_seed(model, ours):
     torch.manual_seed(5)
     options = {"seed": int(torch.randint(2**31, ())), "batch_size": 3, "stop_token_ids": ()}
     drafter = next(iter(vars(model)["_spectrain"].values()))[1]
-    rows = generate(drafter.target, drafter, [PROMPT] * 3, N, Sampling(0.7, 9, 0.9, 0.01, "shared"), **options)
+    rows = generate(drafter.method.target, drafter, [PROMPT] * 3, N, Sampling(0.7, 9, 0.9, 0.01, "shared"), **options)
     assert text.tolist() == [PROMPT + row.tokens for row in rows]
     assert torch.equal(ours(ONE, do_sample=True, top_k=1), ours(ONE))
 
