@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import ast
+import re
+from graphlib import TopologicalSorter
 from pathlib import Path
 
 import pytest
@@ -29,6 +31,18 @@ SEES_HYDRA = {
 INSIDE_ENGINES = {
     "spectrain.exports.vllm_plugin",
     "spectrain.exports.vllm_spire",
+}
+OF_SPIRE = {
+    "models.spire",
+    "models.rollout",
+    "models.pruned_init",
+    "training.spire",
+    "methods.spire",
+    "exports.vllm_spire",
+}
+NAMES_SPIRE = {
+    *("config", "config.commands", "config.help", "config.training", "stores.locations", "measure.tables"),
+    *("exports.vllm_folder", "exports.vllm_plugin", "exports.vllm_versions"),
 }
 PICKLES = {"pickle", "cPickle", "dill", "joblib", "cloudpickle"}
 
@@ -80,6 +94,25 @@ def test_imports_run_one_way(module):
     if room in (*ROOMS, *LEAVES):
         allowed = {room, *LEAVES, *ROOMS[: ROOMS.index(room)]} if room in ROOMS else {room, *LEAVES}
         assert {room_of(name) for name in found if name.startswith("spectrain")} <= allowed
+
+
+def test_no_file_imports_itself_through_others():
+    known = modules()
+    graph = {
+        name: {one if one in known else one.rpartition(".")[0] for one in imports(path)} for name, path in known.items()
+    }
+    packages = {name for name, path in known.items() if path.name == "__init__.py"}
+    TopologicalSorter({name: (found & known.keys()) - packages for name, found in graph.items()}).prepare()
+
+
+def test_what_is_not_of_a_kind_does_not_name_it():
+    """But for options, presets, shipped folders, and what engines know it by; see the catalogue in models/kinds.py."""
+    naming = set()
+    for name, path in modules().items():
+        code = re.sub(r'"""(.|\n)*?"""|#.*', "", path.read_text(encoding="utf-8"))
+        if re.search("spire", code, re.IGNORECASE):
+            naming.add(name.removeprefix("spectrain."))
+    assert naming - OF_SPIRE <= NAMES_SPIRE
 
 
 def test_kernels_know_no_type_of_the_rooms_above():
