@@ -357,7 +357,7 @@ def test_an_altered_model_writes_its_own_text_or_is_refused(model, ours, name, i
         return
     expected = model.generate(**ONE, max_new_tokens=N, eos_token_id=None)
     assert torch.equal(ours(ONE, "lookup"), expected)
-    assert vars(model)["_spectrain"].popitem()[1][1].target.engine == outcome
+    assert vars(model)["_spectrain"].popitem()[1][1].method.target.engine == outcome
 
 
 def test_a_trained_drafter_follows_its_target_and_comes_back_from_hooks(model, ours):

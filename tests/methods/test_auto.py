@@ -261,7 +261,7 @@ def test_a_given_length_is_kept(artifacts):
 def test_a_draft_model_of_a_shorter_context_is_no_choice_unless_it_was_given(artifacts, monkeypatch, tmp_path):
     short = Artifacts(tmp_path, artifacts.target, lambda: tiny_model("llama", max_position_embeddings=32), lambda: [])
     folder = short.get("vanilla")
-    monkeypatch.setattr(registry, "METHODS", {"pld": (), "speculative": ()})
+    monkeypatch.setattr(registry, "candidates", lambda: {"pld": (), "speculative": ()})
     monkeypatch.setattr(folders, "find_artifact", lambda kind, target: folder)
     config = OmegaConf.merge(method_config("auto"), {"methods": None})
     assert "speculative" in [arm.name for arm in build_method(config, short.target, {"vanilla": folder}).arms]

@@ -13,7 +13,7 @@ import pytest
 from spectrain import serve
 from spectrain.serving.access import Access
 from spectrain.serving.connection import HEAD_BYTES
-from spectrain.serving.server import Limits
+from spectrain.serving.service import Limits
 from tests.serving.served import POST, asking, serving
 
 GET = b"GET /health HTTP/1.1\r\nHost: localhost\r\n"

@@ -13,8 +13,10 @@ import pytest
 from fastapi.responses import JSONResponse, StreamingResponse
 
 from spectrain.serve import Server, bound, listen, port_of
+from spectrain.serving import server as serving_server
+from spectrain.serving.access import Access
 from spectrain.serving.protocol import ApiError
-from spectrain.serving.server import Access, Limits
+from spectrain.serving.service import Limits
 
 playwright = pytest.importorskip("playwright.sync_api", reason="playwright is not installed")
 expect = playwright.expect
@@ -79,7 +81,8 @@ def browser():
 
 
 @pytest.fixture
-def page(service, browser, request):
+def page(service, browser, request, monkeypatch):
+    monkeypatch.setattr(serving_server, "Endpoints", lambda service: service)  # it answers by itself
     listener, server = bound("127.0.0.1", 0), Server(service, Access(getattr(request, "param", None)))
     listen(listener, 0)
     thread = threading.Thread(target=server.run, args=[[listener]])
