@@ -45,7 +45,7 @@ COMMANDS = {
     "help": "list the commands",
     "quit": "leave, as Ctrl-D does",
 }
-WARM_TOKENS = 16  # of a first text that nobody sees, so that nothing is compiled or timed while an answer is written
+WARM_TOKENS = 16  # of a first text that nobody sees, so that nothing is compiled while an answer is written
 
 
 def main(options: Chat) -> None:

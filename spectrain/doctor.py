@@ -81,7 +81,7 @@ def processor() -> Iterator[Finding]:
     others = OtherWork()
     time.sleep(LOAD_S)
     share = others.share() or 0.0
-    wrong = "what is timed now is too slow, and a table of seconds that is made now stays wrong; wait for their end"
+    wrong = "what is measured now is too slow; wait for their end"
     said = f"take {share:.0%} of the processor's time now, load {os.getloadavg()[0]:.1f}"
     yield "other processes", said, wrong if is_disturbed(share) else ""
     total, free = host_memory()
@@ -127,7 +127,7 @@ def versions() -> Iterator[Finding]:
 
 
 def files() -> Iterator[Finding]:
-    """What comes with spectrain, what was measured and cached, and the room for more."""
+    """What comes with spectrain, what was learnt and cached, and the room for more."""
     names = (BUNDLED, *SHIPPED, *SHIPPED_STORES)
     lacking = [name for name in names if bundled_folder(name) is None]
     made = [f"{name} {'is here' if bundled_folder(name) else 'is downloaded at its first use'}" for name in MADE]

@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Generator, Iterator, Sequence
 from dataclasses import dataclass, replace
-from weakref import WeakKeyDictionary
+from weakref import finalize
 
 import torch
 
@@ -33,7 +33,7 @@ MOST_NODES = 128  # of a step, for which the cache has room behind the text from
 PIECE = {"cpu": 128, "cuda": 1024}  # tokens of a long prompt that are read between two steps of other rows
 CACHE_BLOCK = 256
 # The batch whose rows a drafter follows: an engine that begins one takes it from any other.
-_BATCH_OF: WeakKeyDictionary[Drafter, object] = WeakKeyDictionary()
+_BATCH_OF: dict[int, object] = {}  # by the drafter's id
 
 
 @dataclass(frozen=True)
@@ -182,7 +182,7 @@ class Engine:
 
         `rehearses`: on a GPU, steps of the first request's sampling are recorded before the batch begins.
         """
-        if self.n_running and _BATCH_OF.get(self.drafter) is not self._mark:
+        if self.n_running and _BATCH_OF.get(id(self.drafter)) is not self._mark:
             raise UserError(
                 "the method has begun other texts before these ended; give each a method of its own, or decode them in "
                 "turns"
@@ -229,7 +229,9 @@ class Engine:
 
     def _begin(self, rehearses: bool) -> None:
         """Begin a batch: the method learns of it, and forgets all rows of earlier ones."""
-        _BATCH_OF[self.drafter] = self._mark = object()
+        if id(self.drafter) not in _BATCH_OF:
+            finalize(self.drafter, _BATCH_OF.pop, id(self.drafter), None)
+        _BATCH_OF[id(self.drafter)] = self._mark = object()
         # The steps of a batch in which one row draws take as long as if all did.
         first = next((row.sampling for row in self._waiting if not row.sampling.greedy), self._waiting[0].sampling)
         self.drafter.prepare(self.target, first, self.batch_size)

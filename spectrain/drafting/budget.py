@@ -1,4 +1,4 @@
-"""How many tokens a step drafts: from the table of seconds and from counts of what was accepted, never a clock.
+"""How many tokens a step drafts: from what steps cost (`step_costs.py`) and counts of what was accepted.
 
 The counts are by place in a chain (`ChainBudget`), or by kind and depth of a candidate (`ranking.py`), with a Beta
 prior, corrected for each row.
@@ -8,7 +8,7 @@ step is also the best in the long run. The candidates of a lookup differ from st
 maximise `tokens - rate x seconds`, where `rate` is its tokens per second so far by the table. In the long run this
 maximises tokens per second (Dinkelbach 1967); the plain ratio of each step does not.
 
-The same seed therefore gives the same drafts at any load.
+With a given table (SPECTRAIN_SECONDS) the same seed gives the same drafts at any load.
 """
 
 from __future__ import annotations

@@ -9,7 +9,8 @@ late, and a table that a busy minute has spoiled recovers within some answers. T
 each other: what one slow step says of a size that is seldom run counts little.
 
 Where a text depends on what is drafted (`Sampling.draws` is "inverse"), costs stay as they are while a batch is
-written, so that a text depends on its seed and on this file alone.
+written. The next batch begins with what was learnt meanwhile, so the same seed gives the same text with a given table
+alone.
 
 The environment variable SPECTRAIN_SECONDS names a file with another table, from which all seconds are read; nothing is
 learnt then. Its "*" stands for all that it does not name.
@@ -54,11 +55,14 @@ RECORDED = (0, 1, 2, 3, 5, 7, 11, 15)  # lengths of chains where each is a graph
 SHAPE = {1: 1.0, 2: 1.05, 4: 1.1, 8: 1.3, 16: 2.2, 32: 4.4, 48: 6.3}
 DRAFT, READ = 0.02, 0.1  # of a forward: a draft without reads, and each read; too cheap, so that methods are tried
 FASTER, SLOWER = 0.3, 0.03  # shares of the way to a faster and to a slower step that an estimate goes
+MOST_SLOWER = 2.0  # times an estimate, that a slower step counts as, and reads over what fewer take in proportion
 MOST_WEIGHT, READ_WEIGHT = 20.0, 8.0  # steps that an estimate counts as, at most, and where it was read from a file
 WIDTH = 0.35  # in which what a size says of another falls to 1 / e: of the logarithm of their ratio
 LEAST_S = 1e-9
 REFRESH, MOST_REFRESH = 16, 512  # times that something is learnt, after which costs are computed anew: first, later
 KEEP_S = 20.0  # between two writes of the file
+
+PADDED = np.array([padded(n, kernels.NODES) for n in range(MOST_NODES + 1)])  # nodes as graphs have them
 
 Seconds = dict[str, dict[int, float]]  # by what was run, and its size
 _of_process: WeakKeyDictionary[PreTrainedModel, dict[str, Table]] = WeakKeyDictionary()
@@ -103,7 +107,7 @@ class Costs:
     def forward_s(self, n_rows: int) -> np.ndarray:
         """Seconds by nodes of all of a step but its draft."""
         seconds = self._forward(self._padded(n_rows))
-        return seconds[[padded(n, kernels.NODES) for n in range(MOST_NODES + 1)]] if self.pads else seconds
+        return seconds[PADDED] if self.pads else seconds
 
     def draft_s(self, n_rows: int) -> np.ndarray:
         """Seconds by reads of a draft."""
@@ -148,7 +152,7 @@ class LearntCosts(Costs):
         if self.is_live and self.table.n_steps >= self._until:
             self._refresh()
         if (found := self._found.get(n_rows)) is None:
-            found = self._found[n_rows] = forward_curve(self._known[0], n_rows)
+            found = self._found[n_rows] = forward_curve(self._known[0], n_rows, is_flat=self.pads)
         return found
 
     def _draft(self, n_rows: int) -> np.ndarray:
@@ -161,12 +165,12 @@ class LearntCosts(Costs):
 Known = dict[tuple[int, int], tuple[float, float]]  # by rows and size: seconds, and the steps that they count as
 
 
-def forward_curve(known: Known, n_rows: int) -> np.ndarray:
+def forward_curve(known: Known, n_rows: int, is_flat: bool = False) -> np.ndarray:
     """Return the seconds [MOST_NODES + 1] of forwards of n rows by their nodes, which never fall.
 
-    It is SHAPE, scaled at each size by how much longer than that near sizes took.
+    It is SHAPE, or `is_flat` up to its end, scaled at each size by how much longer than that near sizes took.
     """
-    sizes = np.arange(1, MOST_NODES + 1)
+    sizes, _shape = np.arange(1, MOST_NODES + 1), _flat if is_flat else _of_cores
     expected, scale = _shape(n_rows * sizes), np.zeros(len(sizes))
     if known:
         of, (seconds, weights) = np.array([*known]), np.array([*known.values()]).T
@@ -187,23 +191,34 @@ def draft_curve(known: Known, n_rows: int, plain_s: float) -> np.ndarray:
 
     Until a draft was run they are shares of a plain step of `plain_s`.
     """
-    rows = min((rows for rows, _ in known), key=lambda rows: abs(np.log(rows / n_rows)), default=n_rows)
+    steps: dict[int, float] = {}
+    for (rows, _), (_, weight) in known.items():
+        steps[rows] = steps.get(rows, 0.0) + weight
+    # A few steps of as many rows say less than many of others.
+    rows = min(steps, key=lambda rows: abs(np.log(rows / n_rows)) + (steps[rows] < READ_WEIGHT), default=n_rows)
     seconds = {size: found[0] for (of, size), found in known.items() if of == rows}
+    for size in sorted(seconds):  # one that was slow once would never be run again
+        fewer = [MOST_SLOWER * size * found / n for n, found in seconds.items() if 0 < n < size]
+        seconds[size] = min([seconds[size], *fewer])
     first = {0: DRAFT * plain_s} if 0 not in seconds else {}
     guessed = {} if any(seconds) else {1: seconds.get(0, DRAFT * plain_s) + READ * plain_s}
     return curve(first | guessed | seconds, MOST_READS)
 
 
-def _shape(nodes: np.ndarray) -> np.ndarray:
+def _of_cores(nodes: np.ndarray) -> np.ndarray:
     """A forward of so many nodes over one of a single node; beyond SHAPE in proportion."""
-    sizes, values = np.array([*SHAPE]), np.array([*SHAPE.values()])
-    return np.interp(nodes, sizes, values) * np.maximum(1.0, nodes / sizes[-1])
+    return np.interp(nodes, [*SHAPE], [*SHAPE.values()]) * _flat(nodes)
+
+
+def _flat(nodes: np.ndarray) -> np.ndarray:
+    """The same where nodes are free as far as SHAPE goes; no GPU was measured, and what is too cheap is tried."""
+    return np.maximum(1.0, nodes / max(SHAPE))
 
 
 def curve(seconds: Mapping[int, float], most: int) -> np.ndarray:
     """Return the seconds of sizes 0..most, which never fall.
 
-    Beyond the timed ones they go on along the last line, or along all but the first size where that is steeper.
+    Beyond the known ones they go on along the last line, or along all but the first size where that is steeper.
     """
     sizes = np.array(sorted(seconds))
     # A larger size bounds a smaller one: other work on the machine only ever adds to a time.
@@ -232,10 +247,13 @@ class Table:
         self.file, self.seconds, self.is_given = file, seconds, is_given
         self.known: dict[str, Known] = {}
         self.n_steps, self._kept_s, self._machine = 0, None, {}
+        self._met: set[tuple[str, int, int]] = set()  # sizes that this process has run
         for key, sizes in {} if is_given else seconds.items():
             what, _, rows = key.rpartition(", rows ")
-            if rows.isdigit():
-                self.known.setdefault(what, {}).update({(int(rows), n): (s, READ_WEIGHT) for n, s in sizes.items()})
+            least = what.startswith("forward of ")  # node
+            if rows.isdigit() and int(rows):
+                kept = {(int(rows), n): (max(s, LEAST_S), READ_WEIGHT) for n, s in sizes.items() if n >= least}
+                self.known.setdefault(what, {}).update(kept)
 
     @classmethod
     def of(cls, target: TargetModel) -> Table:
@@ -299,9 +317,12 @@ class Table:
 
     def learn(self, key: str, n_rows: int, size: int, seconds: float) -> None:
         """Take what a forward of so many nodes, or a draft of so many reads, took in a step of n rows."""
+        if (key, n_rows, size) not in self._met:  # the first step of a size makes its program, or compiles
+            self._met.add((key, n_rows, size))
+            return
         known = self.known.setdefault(key, {})
         found, weight = known.get((n_rows, size), (seconds, 0.0))
-        found += (FASTER if seconds < found else SLOWER) * (seconds - found)
+        found += (FASTER if seconds < found else SLOWER) * (min(seconds, MOST_SLOWER * found) - found)
         known[n_rows, size] = max(found, LEAST_S), min(weight + 1, MOST_WEIGHT)
         self.n_steps += 1
 
@@ -311,8 +332,8 @@ class Table:
         if self.n_steps == 0 or (self._kept_s is not None and now - self._kept_s < least_s):
             return
         self._kept_s, seconds = now, {}
-        for key, known in self.known.items():
-            for (rows, size), (found, _) in sorted(known.items()):
+        for key, known in [*self.known.items()]:  # another thread may learn meanwhile
+            for (rows, size), (found, _) in sorted([*known.items()]):
                 seconds.setdefault(f"{key}, rows {rows}", {})[size] = found
         try:
             self.file.parent.mkdir(parents=True, exist_ok=True)

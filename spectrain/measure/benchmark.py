@@ -48,7 +48,7 @@ class Benchmark:
     prompt_ids: Callable[[Question, Sequence[Sequence[int]]], list[int]]  # of the next turn, and replies so far
     max_new_tokens: int  # of a reply
     batch_size: int = 1  # rows decoded together
-    strict: bool = False  # an answer fails during which something was compiled, recorded or timed; as on a GPU
+    strict: bool = False  # an answer fails during which something was compiled or recorded; as on a GPU
     max_length: int | None = None  # of a prompt with its reply
 
     def run(self, file: Path) -> list[QuestionRow]:
@@ -128,7 +128,7 @@ class Benchmark:
             rows = [failed_row(self.questions[n], name, f"{type(error).__name__}: {error}") for n in numbers]
         other_work, prepared = other.share(), preparations() - before
         if self.strict and prepared:
-            why = f"compiled inside the answer; {prepared} graphs, programs or tables were made while it was timed"
+            why = f"compiled inside the answer; {prepared} graphs or programs were made while it was timed"
             rows = [
                 row if row.error else failed_row(self.questions[n], name, why)
                 for n, row in zip(numbers, rows, strict=True)

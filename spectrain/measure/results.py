@@ -57,7 +57,7 @@ class QuestionRow:
     seconds: float = 0.0  # all of it
     peak_memory_bytes: int = 0
     other_work: float | None = None  # share of the processor's time that other processes took meanwhile
-    prepared: int = 0  # how often something was compiled, recorded or timed during the answer
+    prepared: int = 0  # how often something was compiled or recorded during the answer
 
     @property
     def n_tokens(self) -> int:

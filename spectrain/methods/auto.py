@@ -21,6 +21,7 @@ from spectrain.decoding import Context, Drafter, Sampling, Verified
 from spectrain.decoding.drafter import Method
 from spectrain.decoding.generation import Choice, Told
 from spectrain.drafting.step_costs import KEEP_S, Costs, Table
+from spectrain.kernels import NODES, ROWS, padded
 from spectrain.methods.autoregressive import Autoregressive
 from spectrain.models.kinds import drafters
 from spectrain.target import DraftTree, KVCache, TargetModel, TargetOutput
@@ -56,6 +57,7 @@ class Arm:
     drafted: int = 0  # tokens, in all steps
     accepted: int = 0
     costs: Costs | None = None
+    is_behind: bool = True  # its next draft first reads what it has missed, which is no cost of drafting
     keys: tuple[str, str] = "", ""  # of its forwards and its drafts in the table
     # Tokens of each row that the drafter knew when it ran last; rows at the end may not have joined yet.
     known: list[int] = field(default_factory=list)
@@ -120,7 +122,8 @@ class Auto(Drafter):
 
     def prepare(self, target: TargetModel, sampling: Sampling, n_rows: int) -> None:
         table = self.table = Table.of(target)
-        table.keep(KEEP_S)
+        if target.leads:
+            table.keep(KEEP_S)
         for arm in self.tried:
             arm.costs, arm.keys = (
                 table.costs(target, sampling, n_rows, arm.drafter),
@@ -168,6 +171,7 @@ class Auto(Drafter):
         self._end_block()
         self.n_rows = rows.stop
         for arm in self.taking_part:
+            arm.is_behind = True
             if arm is self.active or not arm.drafter.joins_late:
                 arm.drafter.prefill(context, self._seen_by(arm.drafter, output), rows)
                 arm.known += [context.n_tokens[row] for row in rows]
@@ -206,9 +210,13 @@ class Auto(Drafter):
         arm.sums += 1, mean, *self._size
 
     def watch_clock(self, n_rows: int) -> Told | None:
-        return None if self.table.is_given else partial(self._took, self.active, n_rows, *self._size)
+        arm, (nodes, reads) = self.active, self._size
+        was_behind, arm.is_behind = arm.is_behind and reads > 0, arm.is_behind and not reads
+        return None if self.table.is_given or was_behind else partial(self._took, arm, n_rows, nodes, reads)
 
     def _took(self, arm: Arm, n_rows: int, nodes: int, reads: int, draft_s: float, rest_s: float) -> None:
+        if (costs := self.tried[0].costs).pads:  # graphs have rows and nodes of a few numbers
+            n_rows, nodes = min(padded(n_rows, ROWS), costs.n_rows), padded(nodes, NODES)
         # A single node is scored alike for chains and for trees.
         for key in {one.keys[0] for one in (self.tried if nodes == 1 else [arm])}:
             self.table.learn(key, n_rows, nodes, rest_s)
@@ -237,7 +245,7 @@ class Auto(Drafter):
         n_rows = min(costs.n_rows, max(1, self._rows_before)) if costs else 1
         best = max(self.tried, key=lambda arm: arm.speed(n_rows) if arm.n_steps else 0.0)
         if not best.n_steps:
-            return "nothing was drafted: by the measured seconds no draft can be faster than plain decoding here"
+            return "nothing was drafted: by the table of seconds no draft can be faster than plain decoding here"
         nodes, share = best.sums[2] / best.sums[0], best.accepted / max(1, best.drafted)
         return (
             f"hardly anything was drafted: a step of {best.name} with {nodes:.0f} nodes takes {best.cost(n_rows):.1f} "
@@ -294,6 +302,7 @@ class Auto(Drafter):
 
     def _turn_to(self, arm: Arm, context: Context) -> None:
         if arm is not self.active:
+            arm.is_behind = True
             self.active.known, self.active = list(context.n_tokens), arm
             self._catch_up(arm, context)
 

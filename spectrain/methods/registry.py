@@ -6,7 +6,7 @@ the target, where it has a parameter `target`; folders (`folders.py`), where it 
 and the options with their types (`options.py`). The default of `max_nodes` is that of the paper; None: all, or
 gamma + 1. The module may say more by two constants:
 
-    DRAFTER = "spire"      the kind of its drafter: spire or vanilla; trees have an option `tree` for it
+    DRAFTER = "spire"      the kind of its drafter (`models/kinds.py`); trees have an option `tree` for it
     TOKENS_ONLY = True     it drafts from tokens alone, so that a serving engine can run it
 
 Every builder raises UserError where options contradict each other, or a folder is missing, damaged or does not fit.
@@ -148,7 +148,7 @@ def build_method(
     """
     artifacts, build = {} if artifacts is None else artifacts, build_function(method)
     name = build.__module__.rpartition(".")[2]
-    if target is None:  # whose steps cannot be timed
+    if target is None:  # whose steps nobody clocks
         method = with_papers_nodes(method)
     options = plain_options(method)
     given = {key: value for key, value in options.items() if value is not None or key not in FOLDERS}

@@ -34,7 +34,7 @@ CORPUS = "corpus.jsonl"  # the datastore's documents as text: one JSON string pe
 class Artifact:
     """The content of `spectrain.json`."""
 
-    kind: str  # spire | vanilla | head | lookup
+    kind: str  # see kinds.py
     target: str  # folder or id it was trained for
     target_fingerprint: str  # "" of a lookup method, which fits every target with its tokenizer
     trained: dict  # steps, tokens, final metrics

@@ -53,10 +53,16 @@ def about(kind: str) -> Kind:
     """Describe a kind of artifact. Raise UserError where there is none of this name."""
     if kind in OTHERS:
         return OTHERS[kind]
+    unknown = UserError(f"kind {shown(kind)} is unknown to this version of spectrain; install a newer one")
     try:
-        return import_module(f"spectrain.models.{kind}").KIND
-    except (ModuleNotFoundError, AttributeError, ValueError):
-        raise UserError(f"kind {shown(kind)} is unknown to this version of spectrain; install a newer one") from None
+        found = getattr(module_of(kind), "KIND", None)
+    except (ModuleNotFoundError, ValueError) as error:
+        if getattr(error, "name", None) not in (None, f"spectrain.models.{kind}"):
+            raise
+        raise unknown from None
+    if found is None:
+        raise unknown
+    return found
 
 
 def module_of(kind: str) -> ModuleType:

@@ -120,7 +120,7 @@ class Worker:
                 self._wanted.notify()
 
     def warm_up(self) -> None:
-        """Run each method once, greedy and sampled, so that no request waits for what is compiled or measured once."""
+        """Run each method once, greedy and sampled, so that no request waits for what is compiled once."""
         length = max(1, min(engine.max_length for engine in self.engines.values()) - WARM_TOKENS)
         prompt, self._is_warming = [1 % self.target.vocab_size] * min(WARM_TOKENS, length), True
         for name in self.methods:

@@ -1,6 +1,6 @@
 """The lean decoder of Llama-like models: one attention, one MLP and one rotary embedding for targets and drafters.
 
-It computes what the modules of transformers compute (`tests/decoding/test_llama.py` compares the logits), from the same
+It computes what the modules of transformers compute (`tests/target/test_lean.py` compares the logits), from the same
 tensors, with a third of the calls: projections of the same input are one matrix, grouped keys and values are never
 expanded, and the inputs of blocks are returned without hooks.
 

@@ -208,6 +208,7 @@ def test_forwards_have_the_known_shape_scaled_by_what_near_sizes_took():
     found = forward_curve({(1, 1): (0.02, 20), (1, 32): (0.04, 20)}, 1)
     assert (found[1], found[32], found[64]) == pytest.approx((0.02, 0.04, 0.04 * 6.3 / 4.4 * 64 / 48), rel=0.01)
     assert (np.diff(found) >= 0).all()
+    assert (forward_curve({}, 1, is_flat=True)[1:49] == 1).all()
     seldom = forward_curve({(1, 4): (0.023, 20), (1, 8): (0.1, 1)}, 1)  # one slow step beside twenty others
     assert seldom[8] < 0.05
 
@@ -217,6 +218,10 @@ def test_drafts_are_shares_of_a_plain_step_until_one_was_run():
     assert (guessed[0], guessed[1], guessed[5]) == pytest.approx((0.04, 0.24, 1.04))
     found = draft_curve({(1, 0): (0.1, 5), (1, 4): (1.3, 5), (8, 4): (9.0, 5)}, 2, 2.0)  # of one row, which is nearer
     assert (found[0], found[2], found[8]) == pytest.approx((0.1, 0.7, 2.5))
+    found = draft_curve({(1, 1): (0.1, 20), (1, 3): (9.0, 20)}, 1, 2.0)  # one that was slow once
+    assert found[3] == pytest.approx(0.6)
+    found = draft_curve({(4, 2): (0.4, 20), (3, 2): (9.0, 1)}, 3, 2.0)  # a single step, and many of another row
+    assert found[2] == pytest.approx(0.4)
 
 
 @pytest.fixture
@@ -236,7 +241,10 @@ def test_an_estimate_follows_faster_steps_at_once_and_slower_ones_late(learnt, l
     table, seconds = learnt(llama_target), []
     for step_s in [*[0.06] * 40, *[0.02] * 10, *[0.06] * 3]:  # a busy minute, a quiet one, and a few slow steps
         table.learn("forward of trees, greedy", 1, 1, step_s)
-        seconds.append(table.known["forward of trees, greedy"][1, 1][0])
+        seconds.append(table.known.get("forward of trees, greedy", {(1, 1): (9.0, 0)})[1, 1][0])
+    assert seconds[0] == 9.0  # the first step of a size, which compiles, is left out
+    table.learn("forward of trees, greedy", 1, 1, 30.0)  # the process was stopped
+    assert table.known["forward of trees, greedy"][1, 1][0] < 1.05 * seconds[-1]
     assert seconds[39] == pytest.approx(0.06)
     assert seconds[49] < 1.1 * 0.02
     assert seconds[-1] < 1.25 * 0.02
@@ -247,7 +255,11 @@ def test_what_was_learnt_is_kept_and_read_by_the_next_process(learnt, llama_targ
     costs = table.costs(llama_target, Sampling(), 3, drafter)
     table.keep()
     assert not [*tmp_path.glob("*.json")]  # nothing was learnt
-    for n_rows, nodes, seconds in ((1, 1, 0.02), (1, 8, 0.03), (4, 1, 0.05)):
+    for n_rows, nodes, seconds in 2 * (
+        (1, 1, 0.02),
+        (1, 8, 0.03),
+        (4, 1, 0.05),
+    ):  # the first step of a size is left out
         table.learn(table.keys_of(drafter, Sampling())[0], n_rows, nodes, seconds)
     table.keep()
     assert costs.forward_s(1)[1] == 1.0  # it was computed a moment ago
@@ -267,7 +279,7 @@ def test_what_was_learnt_is_kept_and_read_by_the_next_process(learnt, llama_targ
 def test_costs_follow_the_table_only_where_no_text_depends_on_them(learnt, llama_target, sampling, follows):
     table, drafter = learnt(llama_target), Autoregressive()
     costs = table.costs(llama_target, sampling, 1, drafter)
-    for _ in range(step_costs.REFRESH):
+    for _ in range(step_costs.REFRESH + 1):
         table.learn(table.keys_of(drafter, sampling)[0], 1, 1, 0.25)
     assert costs.forward_s(1)[1] == (0.25 if follows else 1.0)
 

@@ -181,7 +181,7 @@ class Program:
         return self._add(ops.mix, states, weights, y, len(states), y.numel())
 
     def window(self, stored: Tensor, seen: Tensor, window: int, n_sinks: int, n_ring: int, own_key: bool = True) -> int:
-        """Write `slots` of `positions` in a ring behind sinks, and which slots they see [B, 1, S]; see `SlotStore`.
+        """Write `slots` of `positions` in a ring behind sinks, and which slots they see [B, 1, S]; see `WindowKeys`.
 
         stored: [B, S] int64, the positions of what stands in each slot. Without `own_key` tokens see themselves only
         where they see no other slot.
