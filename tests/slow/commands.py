@@ -16,7 +16,7 @@ from tests.conftest import FIT_TOKENS, SMALL_TRAINING, small_picture, write_targ
 from tests.support import forks
 
 COMMANDS = {
-    **{name: f"spectrain.{name}" for name in ("train", "generate", "bench", "export", "cost", "recommend", "report")},
+    **{name: f"spectrain.{name}" for name in ("train", "generate", "bench", "export", "recommend", "report")},
     **{name: f"data_prep.{name}" for name in ("responses", "activations", "acceptance", "datastore", "target")},
 }
 LIMIT_S = 300.0

@@ -42,11 +42,10 @@ def flat(node: Mapping, prefix: str = "") -> Iterator[tuple[str, object]]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", [*jobs(Path()), "generate", "cost"])
+@pytest.mark.parametrize("name", [*jobs(Path()), "generate"])
 def test_whatever_is_typed_ends_in_success_or_one_sentence(name, inputs, tmp_path):
     known = jobs(inputs, max_steps=2) | {
         "generate": ("generate", f"target={inputs}/target", "method=pld", "prompt=def", "max_new_tokens=3"),
-        "cost": ("cost", "batch=[1,8]", "context_tokens=[64,512]"),
     }
     command, chance = known[name], Random(name)
     printed = run((*command, "--cfg", "job"), tmp_path)
