@@ -57,8 +57,8 @@ def about(kind: str) -> Kind:
     try:
         found = getattr(module_of(kind), "KIND", None)
     except (ModuleNotFoundError, ValueError) as error:
-        if getattr(error, "name", None) not in (None, f"spectrain.models.{kind}"):
-            raise
+        if not f"spectrain.models.{kind}".startswith(getattr(error, "name", None) or ""):
+            raise  # the kind is known, and something that it imports is not here
         raise unknown from None
     if found is None:
         raise unknown
