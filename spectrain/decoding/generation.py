@@ -140,10 +140,11 @@ class Clock:
 
     def end_step(self, told: Told | None) -> None:
         """A step has ended: say what its draft took, and the rest of it, once that is known."""
+        told = told or _untold
         if self.on_gpu:
-            self._laps.append(told or _untold)
+            self._laps.append(told)
         else:
-            self._tell(told or _untold)
+            self._tell(told)
 
     def settle(self) -> None:
         """Count all laps; on a GPU, wait for them."""

@@ -54,9 +54,12 @@ class DraftRuntime:
         """Compute `next` without a graph around it."""
         slots = self.keys.claim(positions[:, None], slice(0, len(tokens)))
         nodes = tokens[:, None], positions[:, None], slots, self.keys.seen_by(positions)[:, None], state[:, None]
-        logits, states = self.read(*nodes) if self.compiles else self._read(*nodes)
-        logits = logits[:, 0].clone() if self.compiles else logits[:, 0]
-        return self.model.spread(logits), states[:, 0]
+        if self.compiles:
+            logits, states = self.read(*nodes)
+            logits = logits.clone()  # the next call may overwrite them
+        else:
+            logits, states = self._read(*nodes)
+        return self.model.spread(logits[:, 0]), states[:, 0]
 
     def read(
         self, tokens: Tensor, positions: Tensor, slots: Tensor, seen: Tensor, above: Tensor

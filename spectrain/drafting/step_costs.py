@@ -145,21 +145,22 @@ class LearntCosts(Costs):
         self._refresh()
 
     def _refresh(self) -> None:
-        self._until, self._found = self.table.n_steps + min(MOST_REFRESH, max(REFRESH, self.table.n_steps // 4)), {}
+        self._until = self.table.n_steps + min(MOST_REFRESH, max(REFRESH, self.table.n_steps // 4))
         self._known = [dict(self.table.known.get(key, {})) for key in self.keys]
+        self._forwards, self._drafts = {}, {}  # curves by rows
 
     def _forward(self, n_rows: int) -> np.ndarray:
         if self.is_live and self.table.n_steps >= self._until:
             self._refresh()
-        if (found := self._found.get(n_rows)) is None:
-            found = self._found[n_rows] = forward_curve(self._known[0], n_rows, is_flat=self.pads)
-        return found
+        if n_rows not in self._forwards:
+            self._forwards[n_rows] = forward_curve(self._known[0], n_rows, is_flat=self.pads)
+        return self._forwards[n_rows]
 
     def _draft(self, n_rows: int) -> np.ndarray:
-        if (found := self._found.get(-n_rows)) is None:
-            plain = float(self._forward(n_rows)[1])
-            found = self._found[-n_rows] = draft_curve(self._known[1], n_rows, plain)
-        return found
+        plain_s = float(self._forward(n_rows)[1])
+        if n_rows not in self._drafts:
+            self._drafts[n_rows] = draft_curve(self._known[1], n_rows, plain_s)
+        return self._drafts[n_rows]
 
 
 Known = dict[tuple[int, int], tuple[float, float]]  # by rows and size: seconds, and the steps that they count as
@@ -170,15 +171,15 @@ def forward_curve(known: Known, n_rows: int, is_flat: bool = False) -> np.ndarra
 
     It is SHAPE, or `is_flat` up to its end, scaled at each size by how much longer than that near sizes took.
     """
-    sizes, _shape = np.arange(1, MOST_NODES + 1), _flat if is_flat else _of_cores
-    expected, scale = _shape(n_rows * sizes), np.zeros(len(sizes))
+    sizes, shape = np.arange(1, MOST_NODES + 1), _flat if is_flat else _of_cores
+    expected, scale = shape(n_rows * sizes), np.zeros(len(sizes))
     if known:
         of, (seconds, weights) = np.array([*known]), np.array([*known.values()]).T
         for rows in {*of[:, 0]}:  # a larger size takes no less, so what contradicts this is averaged
             (places,) = np.nonzero(of[:, 0] == rows)
             places = places[of[places, 1].argsort()]
             seconds[places] = isotonic_regression(seconds[places], weights=weights[places]).x
-        ratios = np.log(seconds / _shape(of[:, 0] * of[:, 1]))
+        ratios = np.log(seconds / shape(of[:, 0] * of[:, 1]))
         away = np.abs(np.log(of[:, 1])[:, None] - np.log(sizes)) + np.abs(np.log(of[:, :1] / n_rows))
         near = weights[:, None] * np.exp((away.min(axis=0) - away) / WIDTH)  # the nearest size always says something
         scale = ratios @ near / near.sum(axis=0)
@@ -268,6 +269,7 @@ class Table:
             table._machine = machine
             if target.leads:
                 atexit.register(table.keep)
+        known[key].known = target.agreed(known[key].known)  # ranks that share the target decide alike
         return known[key]
 
     @classmethod
@@ -297,7 +299,6 @@ class Table:
         keys = self.keys_of(drafter, sampling)
         if self.is_given:
             return Costs(*([self._given(key, n) for n in (1, most)] for key in keys), most, pads)
-        self.known = target.agreed(self.known)
         is_live = (sampling.greedy or sampling.shares_noise) and target.group is None
         return LearntCosts(self, *keys, most, pads, is_live)
 

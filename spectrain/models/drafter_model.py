@@ -62,6 +62,7 @@ class DrafterModel(nn.Module):
     rope: Rope
     tables: TargetTables | None  # None: it has tables of its own, or is not run
     kept: Tensor | None  # [K] int64, the tokens that it can draft, the most frequent ones first; None: all
+    recomputes = False  # training: a block's activations are computed again for the backward pass, not kept
 
     @abstractmethod
     def embed(self, tokens: Tensor) -> Tensor:

@@ -151,7 +151,6 @@ class SpireDrafter(DrafterModel):
             start = torch.zeros(1, config.n_layer + 1) if config.feedback == "shared" else start  # [1, ..]: an even mix
             self.feedback_weight = nn.Parameter(start, requires_grad=config.k > 1)  # with k = 1 no memory is ever read
         self.rope = Rope(shape)
-        self.recomputes = False  # training: a block's activations are computed again for the backward pass, not kept
 
     def embed(self, tokens: Tensor) -> Tensor:
         """Return what a token adds to the input x^0 of the first block, [.., D] for tokens [..] int64.

@@ -323,7 +323,7 @@ def measured_cpu(dtype: str) -> Hardware:
 def cpu_rates(dtype: str, n_threads: int) -> tuple[float, float]:
     """Return FLOPs per second of a matrix product, and bytes per second of one with a vector that no cache holds.
 
-    They are timed in turns for half a second, and both are medians, so a machine whose speed drifts hurts both alike.
+    They are interleaved for half a second, and both are medians, so a machine whose speed drifts hurts both alike.
     A processor that only emulates bfloat16 is a hundred times slower, so the number of turns cannot be fixed.
     """
     square = torch.ones(512, 512, dtype=torch.float32 if dtype == "fp32" else torch.bfloat16)
