@@ -41,15 +41,11 @@ def main() -> None:
     for checkout in checkouts:
         paths = os.pathsep.join([str(checkout), *filter(None, [os.environ.get("PYTHONPATH")])])
         workers.append(Worker(command, cwd=checkout, env=os.environ | {"PYTHONPATH": paths}))
-    speeds = {method: np.zeros((len(batches), len(workers))) for method in (PLAIN, *args.methods)}
-    for turn, batch in enumerate([*batches[:WARM_UPS], *args.turns * batches]):
-        order = [(method, place) for method in speeds for place in range(len(workers))]
-        random.shuffle(order)
-        found = {(method, place): workers[place].ask(method, batch) for method, place in order}
-        for (method, place), speed in found.items():
-            if turn >= WARM_UPS:
-                fastest = speeds[method][(turn - WARM_UPS) % len(batches)]
-                fastest[place] = max(fastest[place], speed)
+    methods = (PLAIN, *args.methods)
+    for batch in batches[:WARM_UPS]:
+        in_turns(workers, methods, batch)
+    found = [[in_turns(workers, methods, batch) for batch in batches] for _ in range(args.turns)]
+    speeds = dict(zip(methods, np.max(found, axis=0).swapaxes(0, 1), strict=True))  # [batches, checkouts] of each
     plain, rows = np.log(speeds[PLAIN]), []
     for method, of_method in speeds.items():
         values = np.log(of_method)
@@ -62,6 +58,14 @@ def main() -> None:
     if args.out is not None:
         command = " ".join(["python scripts/compare_checkouts.py", *sys.argv[1:]])
         args.out.write_text(json.dumps({"command": command, "questions": len(prompts), "rows": rows}, indent=1) + "\n")
+
+
+def in_turns(workers: list[Worker], methods: tuple[str, ...], batch: list[str]) -> list[list[float]]:
+    """Return tokens/s [methods, checkouts] for a batch of questions, asked in random order."""
+    order = [(method, place) for method in methods for place in range(len(workers))]
+    random.shuffle(order)
+    found = {(method, place): workers[place].ask(method, batch) for method, place in order}
+    return [[found[method, place] for place in range(len(workers))] for method in methods]
 
 
 def parsed() -> argparse.Namespace:

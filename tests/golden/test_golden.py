@@ -26,12 +26,16 @@ from spectrain.retrieval.datastore import Manifest, write_manifest, write_shard
 from spectrain.stores.locations import CHECKPOINTS
 from spectrain.target import TargetModel, fingerprint, tokenizer_fingerprint
 
-pytestmark = [pytest.mark.slow, pytest.mark.shipped]
+SOURCES = Path(inspect.getsourcefile(inspect)).parent
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.shipped,
+    pytest.mark.skipif(not (SOURCES / "xdrlib.py").exists(), reason="the prompts are sources of Python 3.11"),
+]
 N_PROMPTS = int(os.environ.get("GOLDEN_PROMPTS", "3"))
 GOLDEN, GOLDEN_WINDOWS = (
     json.loads(Path(__file__).with_name(f"{name}.json").read_text()) for name in ("f89c134", "718e088_windows")
 )
-SOURCES = Path(inspect.getsourcefile(inspect)).parent
 PROMPTS = [
     *("ast", "bdb", "cmd", "copy", "csv", "dis", "gzip", "heapq", "imaplib", "json/decoder", "keyword", "locale"),
     *(
@@ -125,7 +129,6 @@ def written(name: str, target: TargetModel, folders: dict[str, str], sampling: S
     return [[text, sum(one.drafted), sum(one.accepted)] for text, one in zip(digests, found, strict=True)]
 
 
-@pytest.mark.skipif(not (SOURCES / "xdrlib.py").exists(), reason="the prompts are sources of Python 3.11")
 @pytest.mark.parametrize("name", sorted({key.split("/")[0] for key in GOLDEN}))
 def test_tokens_are_those_of_f89c134(name, target, folders):
     for drawn, (sampling, batch_size) in SAMPLINGS.items():
@@ -136,7 +139,6 @@ def test_tokens_are_those_of_f89c134(name, target, folders):
         assert [one[compared] for one in found] == [one[compared] for one in theirs], drawn
 
 
-@pytest.mark.skipif(not (SOURCES / "xdrlib.py").exists(), reason="the prompts are sources of Python 3.11")
 @pytest.mark.parametrize("name", sorted({key.split("/")[0] for key in GOLDEN_WINDOWS}))
 def test_tokens_behind_windows_are_those_of_718e088(name, windowed, windowed_folders):
     for drawn in ("greedy", "t08"):
