@@ -14,6 +14,7 @@ import pytest
 from filelock import FileLock
 
 from tests.engines.engine import Engine, Place, Server
+from tests.engines.lookups import exported, own, prompts, target  # noqa: F401  (fixtures)
 
 ROOT = Path(__file__).parent.parent.parent
 PYTHON = "SPECTRAIN_ENGINE"  # environment variable: the Python of an environment with vLLM, in place of our own
@@ -51,8 +52,8 @@ def site(tmp_path_factory) -> Path:
 @pytest.fixture(scope="module")
 def place(engine_python, site, tmp_path_factory) -> Callable[..., Place]:
     """Says where a process of the engine starts, with these variables more."""
-    own = {"PYTHONPATH": str(site), "VLLM_CACHE_ROOT": str(CACHE / "vllm")}
-    return lambda **more: Place(engine_python, tmp_path_factory.mktemp("engine") / "log", own | more)
+    variables = {"PYTHONPATH": str(site), "VLLM_CACHE_ROOT": str(CACHE / "vllm")}
+    return lambda **more: Place(engine_python, tmp_path_factory.mktemp("engine") / "log", variables | more)
 
 
 @pytest.fixture(scope="module")
