@@ -49,10 +49,12 @@ from spectrain.retrieval.calibration import calibrate
 from spectrain.retrieval.datastore import Datastore, Manifest, write_manifest, write_shard
 from spectrain.retrieval.fusion import RetrievalOptions, Retriever
 from spectrain.stores import locations
+from spectrain.stores.signals import SIGNALS
 from spectrain.target import TargetModel, tokenizer_fingerprint
 from spectrain.target.weights import is_emulated, most_rows
 from tests.support import forks
 
+pytest_plugins = ["tests.support.seconds"]
 CACHE = tempfile.TemporaryDirectory()
 os.environ["HF_HOME"] = CACHE.name  # of commands in processes of their own, too
 row_cache.ROWS = Path(CACHE.name, "rows")
@@ -279,9 +281,10 @@ def _seeded():
 
 
 @pytest.fixture(autouse=True)
-def _no_rank_is_left():
-    """Forget which rank a training in this process has said that it is; later tests are none."""
+def _no_rank_or_signal_is_left():
+    """Forget which rank a training in this process has said that it is, and which signal ended a command."""
     yield
+    SIGNALS.anew()
     for name in ("RANK", "LOCAL_RANK", "NODE_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
         os.environ.pop(name, None)
     rank_zero_only.rank = 0

@@ -109,6 +109,7 @@ def test_a_soak_tells_each_fault(measure, wrong, fault):
     assert set(found["soak"]["requests"]) == {"whole", "leaving", "malformed", "stranger"}
 
 
+@pytest.mark.slow
 def test_engines_are_compared_on_the_same_prompts(tmp_path):
     out = tmp_path / "out.json"
     options = ["--target", "pystdlib-8l", "--methods", "autoregressive", "pld", "--limit", "2", "--new", "8"]

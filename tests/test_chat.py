@@ -156,6 +156,7 @@ class Terminal:
         os.write(self.master, text.encode())
 
 
+@pytest.mark.slow
 def test_in_a_terminal_ctrl_c_stops_an_answer_tab_completes_and_ctrl_d_leaves(tmp_path):
     options = ["target=pystdlib-8l", "method=pld", "max_new_tokens=900"]
     terminal = Terminal(sys.executable, "-m", "spectrain.chat", *options, cwd=tmp_path)

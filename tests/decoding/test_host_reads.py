@@ -36,6 +36,10 @@ MODELS = ("speculative", "spire", "magicdec", "specdecpp", "confidence_stop", "e
 # Lookups propose the same however tokens are drawn, so that two of them stand for all where they are sampled.
 SAMPLED = ("autoregressive", "sssd", "lookahead", "spire_tree", *MODELS)
 EACH_SAMPLED_OR_NOT = [*((name, "greedy") for name in method_names()), *((name, "sampled") for name in SAMPLED)]
+# Graphs are recorded alike whatever is drawn, and by all methods of one sort.
+OF_EACH_SORT = [("auto", "greedy"), ("specdecpp", "greedy"), ("spire", "sampled"), ("spire_tree", "greedy")]
+OF_EACH_SORT += [("sssd", "greedy"), ("autoregressive", "sampled")]
+RECORDED = [pytest.param(*one, marks=() if one in OF_EACH_SORT else pytest.mark.slow) for one in EACH_SAMPLED_OR_NOT]
 # Of a step, where it is not one. Stop rules are asked token by token, of at most 6; the host chooses which nodes of a
 # tree are read next, level by level. A method of `auto` that runs for the first time may want to know the last logits.
 MOST_READS = {
@@ -193,7 +197,7 @@ def test_a_chain_is_one_graph_and_a_rule_asks_the_host_once_per_piece(name, how,
     assert max(len(step.reads) for step in steps) <= pieces  # the step's own and one between any two pieces
 
 
-@pytest.mark.parametrize(("name", "how"), EACH_SAMPLED_OR_NOT)
+@pytest.mark.parametrize(("name", "how"), RECORDED)
 def test_nothing_is_recorded_after_the_rehearsal_while_a_batch_drains(name, how, monkeypatch):
     """Rows end at different times, so that the batch has any number of rows."""
     began = []

@@ -25,6 +25,7 @@ from tests.conftest import tiny_model
 SMALL_CARD_BYTES = 101_376  # of memory that a program can have on a multiprocessor of the RTX 30 and 40 series
 
 
+@pytest.mark.slow
 def test_what_they_compute_in_tritons_interpreter():
     pytest.importorskip("triton")
     cases = Path(__file__).with_name("interpreted.py")

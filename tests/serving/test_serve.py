@@ -85,6 +85,7 @@ def test_of_two_servers_that_start_together_one_gets_the_port():
                 listen(second, port)
 
 
+@pytest.mark.slow
 def test_ctrl_c_finishes_what_runs_and_keeps_the_answers(running):
     folder, process, url = running
     client = openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0)

@@ -5,6 +5,7 @@
 
 import tempfile
 from functools import lru_cache
+from itertools import product
 from pathlib import Path
 
 import pytest
@@ -25,6 +26,17 @@ LENGTHS = [WINDOW_TOKENS + 600, 5]
 SPIRE_FAMILIES, SPIRE = ("mistral", "gemma3"), {"k": 3, "input": "projected", "unembedding": "target"}
 METHODS = [name for name in method_names() if name != "auto"]  # which runs the others
 
+# Every method meets one family, with windows on some layers; every family and dtype meets one method of each sort.
+EVERY_SORT = ("autoregressive", "speculative", "spire_tree", "sssd")
+EACH = [
+    pytest.param(
+        *(family, dtype, method),
+        marks=() if method in EVERY_SORT or (family, dtype) == ("gemma3", torch.float32) else pytest.mark.slow,
+        id=f"{family}-{dtype}-{method}",
+    )
+    for family, dtype, method in product(WINDOWED, (torch.float32, torch.bfloat16), METHODS)
+]
+
 
 @lru_cache
 def artifacts(family: str, dtype: torch.dtype = torch.float32) -> Artifacts:
@@ -40,9 +52,7 @@ def artifacts(family: str, dtype: torch.dtype = torch.float32) -> Artifacts:
     return made
 
 
-@pytest.mark.parametrize("method", METHODS)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("family", WINDOWED)
+@pytest.mark.parametrize(("family", "dtype", "method"), EACH)
 def test_greedy_text_beyond_the_window_is_the_targets_own(family, dtype, method):
     made = artifacts(family, dtype)
     if "spire" in artifact_kinds(method_config(method)).values() and family not in SPIRE_FAMILIES:

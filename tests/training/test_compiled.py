@@ -65,6 +65,7 @@ def check(kind: str, backend: str, most_graphs: int, device: str = "cpu") -> Non
     assert 0 < counts["unique_graphs"] <= most_graphs
 
 
+@pytest.mark.slow
 def test_compiled_parts_have_the_plain_ones_losses_for_rows_of_any_length():
     check("spire", "aot_eager", 7)  # five parts, and one or two more where sizes happen to be equal
 

@@ -129,6 +129,7 @@ def test_losses_are_those_of_online_training(learn, shared, target):
     assert "error: data.address=127.0.0.1:1 has not answered for" in err
 
 
+@pytest.mark.slow
 def test_each_bad_server_is_one_sentence(learn, shared, target, monkeypatch, tmp_path):
     monkeypatch.setattr(served, "CONNECT_S", 1.0)
     training = [*training_options(shared), "data=served"]

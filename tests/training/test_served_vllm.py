@@ -153,6 +153,7 @@ def test_a_bundled_target_is_found_by_its_name(engine):
         assert source._vllm(config, open_tables(path, "float32", "cpu"), (6, 7)).slots == [0, 1, 2]
 
 
+@pytest.mark.slow
 def test_losses_are_those_of_online_training(shared, target, engine, tmp_path, monkeypatch, capfd):
     learn = caller("spectrain.train", tmp_path, monkeypatch, capfd)
     training = [*training_options(shared), "trainer.precision=32-true", "data.document_mask=true"]
