@@ -36,7 +36,7 @@ from spectrain.measure import questions
 from spectrain.measure.bandwidth import step_costs, weight_bytes
 from spectrain.measure.baselines import BASELINES, build_baseline, own_model
 from spectrain.measure.benchmark import Benchmark
-from spectrain.measure.report import write_report
+from spectrain.measure.report_page import write_report
 from spectrain.measure.results import QuestionRow, nodes_of, summarise
 from spectrain.measure.tables import terminal_tables
 from spectrain.methods import registry

@@ -195,7 +195,7 @@ def finish(options: Train, trainer: Trainer, export: Export, parts: Parts) -> No
     drawn: dict[str, Figure] = {}
     if bins := getattr(parts.module.sums, "bins", None):
         result["reliability"] = bins
-        drawn["eval/calibration"] = calibration({"head": bins})
+        drawn["eval/calibration"] = calibration(bins)
     kind = about(export.experiment.exports)
     with stage("exporting, and drawing its curves"):
         out = run.export(options.out, partial(write_export, export=export))

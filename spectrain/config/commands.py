@@ -429,9 +429,9 @@ class Export:
 
 @dataclass
 class Report:
-    """Show all runs on one page."""
+    """Show all benchmarks on one page."""
 
-    runs: Any = option("runs", "folder, or several in a list, to search for runs", several=True, path=True)
+    runs: Any = option("runs", "folder, or several in a list, to search for benchmarks", several=True, path=True)
     out: str = option("report.html", "one file that needs no others", path=True)
     title: str | None = option(None, "of the page; null: the names of the folders")
     fresh: bool = option(False, "true: replace any file at out")

@@ -195,65 +195,43 @@ def positions_figure(panel: Sequence[Line]) -> Figure | None:
     return lines({"": panel}, "position in the draft", "acceptance rate", ylim=(-0.02, 1.02))
 
 
-# Trainings. A curve is what was logged: step -> metric -> value.
-
-
-def curves(runs: Mapping[str, Mapping[int, Mapping]], named: bool = True) -> Figure | None:
-    """Draw what trainings logged: one panel per metric, one line per run."""
-    colours, panels = colours_of(runs), {}
-    for metric, title in CURVES.items():
-        for name, curve in runs.items():
-            points = [
-                (step + 1, row[metric]) for step, row in sorted(curve.items()) if number(row.get(metric)) is not None
-            ]
-            if points:
-                line = Line(points, label=name if named else None, colour=colours[name])
-                panels.setdefault(title, []).append(line)
-    return lines(panels, "optimizer steps")
-
-
-def alpha_by_position(curve: Mapping[int, Mapping]) -> list[tuple[int, float]]:
-    """Return the acceptance rates by position of the last validation."""
-    found = [{int(m[1]): row[key] for key in row if (m := ALPHA_STEP.fullmatch(key))} for row in curve.values()]
-    return sorted(next((rates for rates in reversed(found) if rates), {}).items())
+# Trainings
 
 
 def training_pictures(curve: Mapping[int, Mapping]) -> dict[str, Figure]:
-    """Draw one training: its "curve", and the "acceptance" by position of the last validation."""
-    points = alpha_by_position(curve)
+    """Draw what a training logged, step -> metric -> value: its "curve", and the "acceptance" by position.
+
+    The acceptance is that of the last validation.
+    """
+    panels = {
+        title: [Line(points)]
+        for metric, title in CURVES.items()
+        if (points := [(step + 1, row[metric]) for step, row in curve.items() if number(row.get(metric)) is not None])
+    }
+    rates = [{int(m[1]): row[key] for key in row if (m := ALPHA_STEP.fullmatch(key))} for row in curve.values()]
+    points = sorted(next((found for found in reversed(rates) if found), {}).items())
     found = {
-        "curve": curves({"": curve}, named=False),
+        "curve": lines(panels, "optimizer steps"),
         "acceptance": positions_figure([Line(points)] if points else []),
     }
     return {name: figure for name, figure in found.items() if figure is not None}
 
 
-def tau_by_gamma(gammas: Mapping[str, Mapping[str, Mapping[str, Mapping]]]) -> Figure | None:
-    """Draw tau and speedup of drafts of gamma tokens: name of a line -> gamma -> measure -> estimate."""
-    colours, panels = colours_of(gammas), {}
-    for measure, title in {"tau": TAU_AXIS, "speedup": "speedup over autoregressive decoding"}.items():
-        for name, by_gamma in gammas.items():
-            known = [(int(gamma), one[measure]) for gamma, one in by_gamma.items() if number(one[measure]["value"])]
-            points = [(gamma, one["value"]) for gamma, one in known]
-            ends = [(one["low"], one["high"]) for _, one in known]
-            if points:
-                panels.setdefault(title, []).append(Line(points, ends, name, colours[name]))
-    return lines(panels, "drafted tokens per step (gamma)")
-
-
-def calibration(heads: Mapping[str, Sequence[Mapping]]) -> Figure | None:
-    """Draw the mean label of acceptance heads by their mean prediction, and how many positions lie there.
+def calibration(bins: Sequence[Mapping]) -> Figure | None:
+    """Draw the mean label of an acceptance head by its mean prediction, and how many positions lie there.
 
     Args:
-        heads: name -> bins with `positions`, `predicted` and `label`.
+        bins: with `positions`, `predicted` and `label`.
     """
-    diagonal = Line([(0, 0), (1, 1)], label="calibrated", colour=GREY, style="--")
-    panels: dict[str, list[Line]] = {"share accepted (mean label)": [diagonal], "share of positions": []}
-    for (name, bins), colour in zip(heads.items(), cycle(COLOURS), strict=False):
-        bins = [one for one in bins if number(one.get("positions"))]
-        total = sum(one["positions"] for one in bins)
-        for panel, value in zip(panels.values(), ("label", "positions"), strict=True):
-            scale = total if value == "positions" else 1
-            points = [(one["predicted"], one[value] / scale) for one in bins]
-            panel.extend([Line(points, label=name, colour=colour)] if points else [])
-    return lines(panels, "predicted acceptance probability", xlim=(0, 1)) if panels["share of positions"] else None
+    bins = [one for one in bins if number(one.get("positions"))]
+    if not bins:
+        return None
+    total = sum(one["positions"] for one in bins)
+    panels = {
+        "share accepted (mean label)": [
+            Line([(0, 0), (1, 1)], label="calibrated", colour=GREY, style="--"),
+            Line([(one["predicted"], one["label"]) for one in bins], label="head"),
+        ],
+        "share of positions": [Line([(one["predicted"], one["positions"] / total) for one in bins], label="head")],
+    }
+    return lines(panels, "predicted acceptance probability", xlim=(0, 1))
