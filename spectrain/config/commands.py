@@ -229,8 +229,9 @@ class Bench(Artifacts, Built):
     peers: Any = option([], "Hugging Face's generation: hf_generate, hf_prompt_lookup, hf_assisted", several=True)
     prompts: str | None = option(
         None,
-        "questions or chats: a file, a folder, an id on the hub; gsm8k_8shot:<file>, summarize:<file> and code:<file> "
-        "ask as papers do; null: held-out stdlib modules",
+        "chat, code or math, which come with spectrain; or questions or chats: a file, a folder, an id on the hub; "
+        "gsm8k_8shot:<file>, summarize:<file> and code:<file> ask as papers do; null: held-out stdlib modules; with "
+        "minutes= chat, or code where the target has no chat template",
         path=True,
     )
     limit: int | None = option(None, "questions, from the start of the file; null: all (20 without prompts)", least=1)
@@ -251,34 +252,27 @@ class Bench(Artifacts, Built):
         1, "rows decoded together; of a list such as [1,16,64] each in turn, in one table", least=1
     )
     seed: int = SEED
+    minutes: float | None = option(
+        None,
+        "for so long the methods are measured, greedily and as sampling= says, slow ones leave, and nothing is written "
+        "but what to use and to type; null: all questions are answered by all",
+        above=0,
+    )
+    json: bool = option(False, "true: print the results as JSON in place of the tables")
 
 
 @dataclass
-class Recommend(Artifacts):
+class Recommend(Bench):
     """Measure this machine for some minutes, and say which method to use for a target."""
 
-    prompts: str | None = option(
-        None,
-        "chat, code or math, which come with spectrain, or a file as for spectrain.bench, whose first 200 prompts are "
-        "asked in random order; null: chat if the target has a chat template, else code",
-        path=True,
-    )
-    minutes: float = option(4.0, "that all of it takes, about; more of them make intervals narrower", above=0)
-    batch_size: list[int] | None = option(
-        None,
-        "rows decoded together, each in turn; null: 1, and 4 on a CPU or 16 on a GPU if memory holds them",
-        least=1,
-    )
+    minutes: float | None = option(4.0, "that all of it takes, about; more of them make intervals narrower", above=0)
     methods: Any = option(
         None,
         "all, or names of conf/method/ and exported folders; null: those that have been the fastest in our benchmarks",
         several=True,
     )
-    target: Target = group(Target)
-    sampling: Sampling = group(Sampling)
+    limit: int | None = option(200, "questions, from the start of the file", least=1)
     max_new_tokens: int = option(64, "the most tokens per reply", least=2)
-    seed: int = SEED
-    json: bool = option(False, "true: print JSON in place of the tables")
 
 
 @dataclass
