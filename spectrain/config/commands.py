@@ -359,15 +359,9 @@ class Datastore(Built, Server):
     target: Target = group(Target)
     corpus: Corpus = group(Corpus)
     keep: float | int | None = option(0.5, "a share of the documents below 1, or their number; null: all", above=0)
-    max_perplexity: float | None = option(None, "drop documents of higher perplexity", least=1)
-    keep_tokens: int | None = option(None, "the most tokens in total, best documents first", least=1)
     perplexity_filter: bool = option(
         True, "false: choose documents by a hash of seed and id, the control of SPECTRA's ablation"
     )
-    score_on: str = option(
-        "all", "response: perplexity counts what the assistant wrote, where there is any", one_of=("all", "response")
-    )
-    always_score: bool = option(False, "true: compute perplexities even if no choice needs them")
     scores: str | None = option(
         None, "jsonl or parquet with id and perplexity, or nll; null: the target or the server computes them", path=True
     )
