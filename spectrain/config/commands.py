@@ -430,8 +430,7 @@ class Hardware:
     """Peaks of a machine, as the files of conf/hardware/ have them."""
 
     name: str = option("", "of the machine")
-    dtype: str | None = option(None, "of the matrix products", one_of=("fp8", "int8", "fp16", "bf16", "tf32", "fp32"))
-    flops_per_s: dict[str, float] | None = option(None, "by dtype; null: this CPU is measured")
+    flops_per_s: dict[str, float] | None = option(None, "by dtype (bf16, fp32); null: this CPU is measured")
     bytes_per_s: float | None = option(None, "of the memory", above=0)
     memory_bytes: float | None = option(None, "of one GPU", above=0)
     link_bytes_per_s: float | None = option(None, "of one GPU, to the others of its machine", above=0)
