@@ -51,23 +51,21 @@ BATCH_SIZE = 8
 MAX_NODES = 64  # of the trees whose branches are counted: the longest that sssd drafts by default
 NOT_HASHED = ("out", "fresh", "calibrate", "base_url", "model", "concurrency", "retries", "timeout_s")  # only rounding
 # Parts and scores do not depend on these, so another choice from them uses the same work folder.
-CHOICE = ("keep", "max_perplexity", "keep_tokens", "perplexity_filter", "always_score", "seed", "shard_tokens")
+CHOICE = ("keep", "perplexity_filter", "seed", "shard_tokens", "scores")
+EARLIER = {"score_on": "all"}  # an option of earlier versions, at the value that builds are now made by
 
 
 def main(options: Datastore) -> None:
-    selection = Selection(
-        options.keep, options.max_perplexity, options.keep_tokens, options.perplexity_filter, options.seed
-    )
-    given = {name: getattr(options, name) for name in ("scores", "base_url", "model", "score_on")}
-    given = [f"{name}={value}" for name, value in given.items() if value not in (None, "all")]
-    if given and not (selection.needs_perplexities or options.always_score):
+    selection = Selection(options.keep, options.perplexity_filter, options.seed)
+    given = [f"{name}={value}" for name in ("scores", "base_url", "model") if (value := getattr(options, name))]
+    if given and not selection.needs_perplexities:
         raise UserError(f"{given[0]} is for perplexities, which this choice does not need; remove it")
     if options.scores and len(given) > 1:
         raise UserError(f"{given[0]} has all perplexities, so {given[1]} says nothing; remove one of them")
     if options.model is not None and options.base_url is None:
         raise UserError(f"model={options.model} is a name on a server; give base_url=http://host:port, or remove it")
     config = hashed_config(plain(options), NOT_HASHED)
-    scored_config = {key: value for key, value in config.items() if key not in (*CHOICE, "scores")}
+    scored_config = {key: value for key, value in config.items() if key not in CHOICE} | EARLIER
     out = store_path(options.out, "datastore", scored_config)
     with interruptible("to resume"):
         fabric = launch(options.target.device, options.target.parallel)

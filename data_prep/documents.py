@@ -27,7 +27,7 @@ from pyarrow import parquet
 from data_prep.openai_client import CompletionServer
 from data_prep.pipeline import Build, Parts
 from data_prep.progress import Advance, token_progress
-from data_prep.select import Scoring, Selection, perplexities, quantiles, rounded, select
+from data_prep.select import Scoring, Selection, median, perplexities, rounded, select
 from spectrain.config.commands import Datastore
 from spectrain.data.chats import Tally
 from spectrain.data.packing import Tokeniser
@@ -47,7 +47,6 @@ PART_COLUMNS = pyarrow.schema(
     {
         "id": pyarrow.string(),
         "tokens": pyarrow.list_(pyarrow.int32()),
-        "is_response": pyarrow.list_(pyarrow.bool_()),  # what the target or the assistant wrote
     }
 )
 PART_CHARACTERS = 2**21  # a part also ends here, so that one of long documents is not hours of work
@@ -62,7 +61,6 @@ class Counts:
     empty: int = 0  # documents of which the tokenizer leaves nothing
     held_out: int = 0
     duplicates: int = 0
-    with_answer: int = 0  # documents in the parts that say which tokens the target or the assistant wrote
 
 
 @dataclass(frozen=True)
@@ -84,7 +82,7 @@ class DocumentParts(Parts):
     @property
     def scored(self) -> bool:
         """Whether perplexities are computed."""
-        return (self.selection.needs_perplexities or self.options.always_score) and self.scores is None
+        return self.selection.needs_perplexities and self.scores is None
 
     @cached_property
     def sizes(self) -> list[int]:
@@ -102,22 +100,18 @@ class DocumentParts(Parts):
     def missing(self, build: Build) -> list[int]:
         """Read the corpus, unless that is done, and return the parts that have no scores."""
         file = self.work / COUNTS
-        counts = Counts(**read_json(file)) if file.is_file() else self.read_corpus()
+        if not file.is_file():
+            self.read_corpus()
         if not sum(map(len, self._parts())):
+            counts = read_json(file)
             build.clear()
             raise UserError(
-                f"no document is left to build from ({counts.read} read, {counts.held_out} held out); use a larger "
-                "corpus or a smaller corpus.held_out_share"
-            )
-        if self.scored and self.options.score_on == "response" and not counts.with_answer:
-            build.clear()
-            raise UserError(
-                f"score_on=response needs answers, but none of the {counts.read} documents is a conversation or a "
-                "response; give such a corpus, or score_on=all"
+                f"no document is left to build from ({counts['read']} read, {counts['held_out']} held out); use a "
+                "larger corpus or a smaller corpus.held_out_share"
             )
         return [index for index in range(len(self.sizes)) if not score_file(self.work, index).is_file()]
 
-    def read_corpus(self) -> Counts:
+    def read_corpus(self) -> None:
         """Read the corpus and write the parts that the work folder lacks; UserError where it has changed since."""
         counts, seen, n_parts = Counts(), set(), 0
         tally = Tally(self.options.corpus.name, CORPUS_ADVICE)
@@ -134,7 +128,6 @@ class DocumentParts(Parts):
                 n_parts += 1
                 counts.read += len(batch)
                 counts.empty += len(new) - len(part)
-                counts.with_answer += sum(bool(mask.any()) for mask in part["is_response"].to_numpy())
                 advance(int(list_lengths(part["tokens"]).sum()))
         counts.said = tally.say()
         for sentence in ([counts.said] if tally.is_remarkable else []) + self.tokeniser.remarks():
@@ -142,7 +135,6 @@ class DocumentParts(Parts):
         if len(part_files(self.work)) > n_parts:
             raise changed
         write_json(self.work / COUNTS, counts)
-        return counts
 
     def _batches(self, tally: Tally) -> Iterator[list[Document]]:
         """Yield the documents that are read for each part."""
@@ -184,18 +176,15 @@ class DocumentParts(Parts):
                     f"the tokenizer gives token {found.tokens.max()} in {found.id}, but the target knows "
                     f"{vocab_size}; give a target whose tokenizer is its own"
                 )
-            mask = np.zeros(len(found.tokens), bool) if found.is_response is None else found.is_response
-            rows.append((found.id, found.tokens, mask))
+            rows.append((found.id, found.tokens))
         columns = {name: [row[place] for row in rows] for place, name in enumerate(PART_COLUMNS.names)}
         return pyarrow.table(columns, schema=PART_COLUMNS)
 
     def make(self, build: Build, parts: Sequence[int], advance: Advance) -> None:
         files = part_files(self.work)
         for index in parts:
-            part, counted = parquet.read_table(files[index]), None
-            if self.options.score_on == "response":  # all tokens count in a document without an answer
-                counted = [mask if mask.any() else np.ones_like(mask) for mask in part["is_response"].to_numpy()]
-            scores = perplexities(self.target, part["tokens"].to_numpy(), self.scoring, advance, counted, self.server)
+            part = parquet.read_table(files[index])
+            scores = perplexities(self.target, part["tokens"].to_numpy(), self.scoring, advance, self.server)
             if np.isnan(scores).any():
                 name = part["id"][int(np.isnan(scores).argmax())]
                 raise UserError(f"the perplexity of {name} is no number; give target.dtype=float32")
@@ -216,7 +205,7 @@ class DocumentParts(Parts):
             scores = np.array([self.scores[name] for name in ids])
         elif self.scored:
             scores = np.concatenate([np.load(score_file(self.work, i)) for i in range(len(facts))])
-        kept = select(self.selection, ids, n_tokens, scores)
+        kept = select(self.selection, ids, scores)
         store, shards, shard_tokens = build.new_store(), [], self.options.shard_tokens or MAX_SHARD_TOKENS
         store.mkdir()
         texts = itertools.compress(
@@ -245,7 +234,7 @@ class DocumentParts(Parts):
         }
         made = {"config": build.config, "counts": counts | chosen}
         if scores is not None:
-            made["perplexity"] = {"kept": quantiles(scores[kept]), "dropped": quantiles(scores[~kept])}
+            made["perplexity"] = {"kept": median(scores[kept]), "dropped": median(scores[~kept])}
         write_manifest(
             store, self.manifest(documents=chosen["kept"], tokens=chosen["tokens_kept"], shards=shards, build=made)
         )

@@ -2,10 +2,12 @@
 
     python -m spectrain.bench methods=all prompts=questions.jsonl limit=60
     python -m spectrain.bench -m method=specdecpp method.threshold=0.1,0.3,0.5 prompts=questions.jsonl
+    python -m spectrain.bench minutes=4 prompts=questions.jsonl
 
 Writes `questions.jsonl` (one row per question, method and batch size, as they are measured), then `results.json` and
 `report.html`. Run the same command to resume after an interruption. A question that fails is recorded and does not stop
-the run.
+the run. With `minutes=` methods that are clearly slower leave early (`measure/halving.py`), nothing is written, and the
+lines to type stand at the end.
 """
 
 from __future__ import annotations
@@ -16,7 +18,11 @@ if __name__ == "__main__":  # first, so that --help and a wrong option are answe
     run("spectrain.bench")
 
 import dataclasses
+import gc
 import logging
+import random
+import shlex
+import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
@@ -26,8 +32,9 @@ from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig, OmegaConf
 
 from spectrain.cli import interruptible, open_target
-from spectrain.config import plain
+from spectrain.config import TYPED_COMMAND, plain
 from spectrain.config.commands import Bench
+from spectrain.config.training import SUGGESTED
 from spectrain.data.overlap import Sample, seen_questions
 from spectrain.data.prompts import Question, question_ids
 from spectrain.decoding import Drafter, Generation, Sampling, generate
@@ -36,30 +43,35 @@ from spectrain.measure import questions
 from spectrain.measure.bandwidth import step_costs, weight_bytes
 from spectrain.measure.baselines import BASELINES, build_baseline, own_model
 from spectrain.measure.benchmark import Benchmark
-from spectrain.measure.report import write_report
+from spectrain.measure.halving import AUTO, Halving, advice, fastest_known, gain_of_drafters
+from spectrain.measure.report_page import write_report
 from spectrain.measure.results import QuestionRow, nodes_of, summarise
-from spectrain.measure.tables import terminal_tables
+from spectrain.measure.tables import terminal_table, terminal_tables
 from spectrain.methods import registry
 from spectrain.methods.auto import Auto
-from spectrain.methods.folders import given_artifacts
+from spectrain.methods.folders import FOLDERS, artifact_kinds, given_artifacts
 from spectrain.methods.options import names
 from spectrain.methods.pld import PromptLookup
 from spectrain.methods.speculative import Speculative
 from spectrain.planning.cost import hardware_named
 from spectrain.stores.environment import device_facts, provenance
+from spectrain.stores.files import json_line
 from spectrain.stores.folder import MANIFEST, sha256
 from spectrain.target import TargetModel, fingerprint
-from spectrain.terminal import result_console, say_next, stage
+from spectrain.terminal import PROMPTS, result_console, say_next, stage
 from spectrain.training.runs import RunFolder
 
 log = logging.getLogger(__name__)
 
-DECODING = ("verification", "max_length")  # options that all methods decode with
+DECODING = ("seed", "verification", "max_length")  # options that all methods decode with
 
 
 def main(options: Bench) -> None:
     sampling = Sampling(**vars(options.sampling))
     check(options)
+    if options.minutes is not None:
+        recommend(options, sampling)
+        return
     methods = configured(options)
     asked = questions.read_questions(options.prompts, options.limit)
     # What a resumed run must share with its beginning, though no option names it: defaults of methods, the questions.
@@ -89,13 +101,12 @@ def measure(
     run.keep_to({"target": fingerprint(target.model, target.tokenizer)} | found)
     with stage("looking for the questions in what the methods were made of"):
         seen = seen_before(asked, target, drafters.values())
-    drawing = {"sampling": sampling, "seed": options.seed}
     kinds = dict.fromkeys(drafters, "method") | dict.fromkeys(baselines, "peer")
     known, by_batch, on_gpu = facts(options, target, len(asked)), {}, target.device.type == "cuda"
     with interruptible(f"to resume in {run.path}"):
         for size in batch_sizes(options):
-            decoding = drawing | {"batch_size": size} | {name: getattr(options, name) for name in DECODING}
-            decoders = {name: partial(generate, target, drafter, **decoding) for name, drafter in drafters.items()}
+            decoders = decoders_of(options, target, drafters, sampling, size)
+            drawing = {"sampling": sampling, "seed": options.seed}
             decoders |= {name: partial(baseline, **drawing) for name, baseline in baselines.items()}
             lengths = options.max_new_tokens, size, on_gpu, options.max_length
             benchmark = Benchmark(target, decoders, asked, prompt_ids, *lengths)
@@ -125,11 +136,124 @@ def measure(
     with stage("writing the report"):
         write_report(run.path / "report.html", results, [dataclasses.asdict(row) for row in rows])
     run.finish(results)
+    if options.json:
+        print(json_line(results), end="")
+        return
     console = result_console()
     for part in terminal_tables(results, console.width):
         console.print(part, "")
     console.print(f"{run.path}/results.json, questions.jsonl, report.html", style="dim")
     say_next("report", {"runs": run.path.parent, "out": "report.html"})
+
+
+def recommend(options: Bench, sampling: Sampling) -> None:
+    """Measure methods for `options.minutes`, and say which one to use and what to type."""
+    ends = time.monotonic() + 60 * options.minutes
+    asked = questions.read_questions(options.prompts, options.limit) if options.prompts else []
+    target = open_target(options.target, all_ranks=True)
+    is_chat = target.tokenizer.chat_template is not None
+    asked = asked or questions.read_questions("chat" if is_chat else "code", options.limit)
+    random.Random(options.seed).shuffle(asked)
+    named = options if options.methods else dataclasses.replace(options, methods="all")
+    methods = configured(named) | {AUTO: registry.method_config(AUTO, options.max_nodes)}
+    methods = {name: one for name, one in methods.items() if options.methods or name in fastest_known()}
+    with stage("opening the methods"):
+        drafters, skipped = registry.build_methods(named, methods, target, sampling)
+    halvings = halve(options, target, drafters, asked, sampling, ends)
+    if not target.leads:
+        return
+    settings = [halving.result() for halving in halvings]
+    trained = [name for name in drafters if artifact_kinds(methods[name]).keys() & {"drafter", "head"}]
+    content = {"kind": "recommendation", **facts(options, target, len(asked)), "settings": settings, "skipped": skipped}
+    content["folders"] = {name: [*dict.fromkeys(drafter.method.folders)] for name, drafter in drafters.items()}
+    content |= {"advice": advice(settings, options.minutes), "drafter": gain_of_drafters(settings[0], trained)}
+    if options.json:
+        print(json_line(content), end="")
+        return
+    console = result_console()
+    for one in settings:
+        if methods := {name: one["methods"][name] for name in one["left"]}:
+            console.print(terminal_table({"methods": methods}, console.width, one["setting"]), "")
+    for name in dict.fromkeys(name for one in settings for name in one["left"]):
+        if folders := ", ".join(Path(folder).name for folder in content["folders"][name]):
+            console.print(f"{name} drafts with {folders}", markup=False, highlight=False, soft_wrap=True)
+    for said in (content["advice"], content["drafter"]):
+        console.print(said, markup=False, highlight=False, soft_wrap=True)
+    say_how(options, settings, drafters, asked[0] if is_chat else None)
+    if not trained:
+        say_next("train", {"+exp": SUGGESTED, **typed_target(), "plan": "true"})
+
+
+def halve(
+    options: Bench,
+    target: TargetModel,
+    drafters: Mapping[str, Drafter],
+    asked: Sequence[Question],
+    sampling: Sampling,
+    ends: float,
+) -> list[Halving]:
+    """Measure each batch size, greedily and as `sampling` says, until time.monotonic() is `ends`.
+
+    The first begins with all methods, the others with those that its first round has left.
+    """
+    prompt_ids = partial(question_ids, target.tokenizer, chat=options.chat)
+    samplings = [Sampling()] if sampling.greedy else [Sampling(), sampling]
+    left = [(one, size) for size in batch_sizes(options) for one in samplings]
+    halvings: list[Halving] = []
+    gc.collect()
+    gc.freeze()  # as a benchmark does
+    while left:
+        share, (how, size) = 1 / len(left), left.pop(0)
+        taking_part = halvings[0].rounds[0] if halvings and halvings[0].rounds else drafters
+        decoders = decoders_of(options, target, {name: drafters[name] for name in taking_part}, how, size)
+        lengths = options.max_new_tokens, size, target.device.type == "cuda", options.max_length
+        halving = Halving(how, Benchmark(target, decoders, asked, prompt_ids, *lengths))
+        halving.clock = lambda: target.agreed(time.monotonic())
+        with stage(f"measuring {halving}", shown=target.leads) as advance:
+            tell = partial(advance, 0)
+            halving.prepare(ends, tell)
+            now = halving.clock()
+            halving.run(now + (ends - now) * share, tell)
+        halvings.append(halving)
+    gc.unfreeze()
+    rows = [row for halving in halvings for row in halving.rows]
+    if rows and all(row.error for row in rows):
+        raise UserError(f"no question was answered ({rows[0].error})")
+    return halvings
+
+
+def say_how(
+    options: Bench, settings: Sequence[Mapping], drafters: Mapping[str, Drafter], asked: Question | None
+) -> None:
+    """Print the lines that use what is recommended for the first batch size. `asked`: a question for a chat model."""
+    prompt = PROMPTS[asked is not None] if asked is None or len(asked.turns[0]) >= 100 else asked.turns[0]
+    first = {one["recommended"]: one for one in settings if one["batch_size"] == settings[0]["batch_size"]}
+    for name, setting in first.items():
+        use = {"method": name, **typed_target()}
+        for option in FOLDERS:
+            if own := [folder for folder in names(getattr(options, option)) if folder in drafters[name].method.folders]:
+                use[option] = own[0] if len(own) == 1 else f"[{','.join(own)}]"
+        if len(first) > 1 and setting["temperature"]:
+            use["sampling.temperature"] = setting["temperature"]
+        say_next("generate", use | {"prompt": prompt})
+        if asked:
+            say_next("chat", use)
+        if not use.keys() & set(FOLDERS):  # which serve finds by itself, or takes in place of a name
+            say_next("serve", {"methods": use.pop("method"), **use})
+
+
+def typed_target() -> dict[str, str]:
+    """Return the target's options as they were typed."""
+    pairs = (argument.partition("=")[::2] for argument in shlex.split(TYPED_COMMAND.get() or ""))
+    return {name: value for name, value in pairs if name.partition(".")[0] == "target" and value}
+
+
+def decoders_of(
+    options: Bench, target: TargetModel, drafters: Mapping[str, Drafter], sampling: Sampling, batch_size: int
+) -> dict[str, Callable[..., list[Generation]]]:
+    """Return `generate` for each method, with everything but the prompts."""
+    decoding = {name: getattr(options, name) for name in DECODING} | {"sampling": sampling, "batch_size": batch_size}
+    return {name: partial(generate, target, drafter, **decoding) for name, drafter in drafters.items()}
 
 
 def batch_sizes(options: Bench) -> list[int]:
@@ -166,6 +290,12 @@ def check(options: Bench) -> None:
             raise UserError(f"peers={name} is unknown; choose among {', '.join(BASELINES)}{nearest(name, BASELINES)}")
     if not batch_sizes(options):
         raise UserError("batch_size=[] is empty; give a number of rows, or several such as [1,16,64]")
+    if options.minutes is not None:
+        for name in ("out", "fresh", "peers", "method"):
+            if getattr(options, name):
+                raise UserError(
+                    f"{name}= is nothing for minutes=, which compares methods= and writes no file; remove one"
+                )
     for size in batch_sizes(options):
         check_whole("batch_size", size, 1)
         if options.peers and size != 1:
@@ -205,7 +335,7 @@ def build_baselines(
 
 def facts(options: Bench, target: TargetModel, n_questions: int) -> dict:
     """Collect what a reader needs to know to judge the numbers, or to repeat them."""
-    told = ("batch_size", "max_new_tokens", "max_nodes", "seed", *DECODING)
+    told = ("batch_size", "max_new_tokens", "max_nodes", *DECODING)
     return {
         **provenance(),
         "target": options.target.path,

@@ -1,10 +1,9 @@
-"""One HTML page for folders of runs: what was trained and measured, readable without knowing the project.
+"""One HTML page for the benchmarks in some folders, readable without knowing the project.
 
     python -m spectrain.report runs=runs out=report.html
     python -m spectrain.report runs=[runs,other/runs] out=all.html
 
-Looks through the folders for trainings and benchmarks, finished or not. See
-docs/measuring.md.
+Looks through the folders for benchmarks, finished or not. See docs/measuring.md.
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ from pathlib import Path
 
 from spectrain.config.commands import Report
 from spectrain.errors import UserError
-from spectrain.measure.report import GENERATOR, render, sections_below
+from spectrain.measure.report_page import GENERATOR, render, sections_below
 from spectrain.stores.environment import date_now
 from spectrain.stores.files import write_whole
 from spectrain.terminal import stage
@@ -35,9 +34,11 @@ def main(options: Report) -> None:
         sections, left_out = sections_below(roots)
     if not sections:
         why = next((f"; {path} cannot be read ({reason})" for path, reason in left_out.items()), "")
-        raise UserError(f"runs={', '.join(map(str, roots))} holds no run that could be shown{why}; give another folder")
-    title = options.title or f"Runs in {', '.join(map(str, roots))}"
-    html = render(title, sections, left_out, f"These runs were found on {date_now()}.")
+        raise UserError(
+            f"runs={', '.join(map(str, roots))} holds no benchmark that could be shown{why}; give another folder"
+        )
+    title = options.title or f"Benchmarks in {', '.join(map(str, roots))}"
+    html = render(title, sections, left_out, f"These benchmarks were found on {date_now()}.")
     write_whole(out, html)
     print(f"{out}: {len(sections)} sections, {len(html) / 2**20:.1f} MiB")
     for path, reason in left_out.items():
@@ -48,7 +49,7 @@ def check(roots: list[Path], out: Path, fresh: bool) -> None:
     """Raise UserError where a folder is missing, or `out` is something that this command did not write."""
     for root in roots:
         if not root.is_dir():
-            raise UserError(f"runs={root} is no folder; give the folder that holds runs")
+            raise UserError(f"runs={root} is no folder; give the folder that holds benchmarks")
     if out.is_dir():
         raise UserError(f"out={out} is a folder; give the name of a file, such as out={out}/report.html")
     before = out.read_text(encoding="utf-8", errors="replace")[:HEAD_CHARACTERS] if out.exists() else None

@@ -41,7 +41,7 @@ from spectrain.errors import FinishedRun, UserError
 from spectrain.exports.exporting import Export, tokens_of, write_export
 from spectrain.measure.plots import calibration, training_pictures, write_png
 from spectrain.measure.tables import depth_table, head_table, memory_table, show, speed_table, tau_table
-from spectrain.measure.tau import expected_and_measured, measure_speed, measure_tau, tau_settings
+from spectrain.measure.tau import measure_speed, measure_tau, tau_settings
 from spectrain.methods.autoregressive import Autoregressive
 from spectrain.methods.speculative import build as build_speculative
 from spectrain.models.kinds import about
@@ -115,8 +115,6 @@ def train(options: Train, run: RunFolder) -> None:
         return
     if "tau" in result:
         show([tau_table(result), speed_table(result)])
-        if line := expected_and_measured(metrics, result["tau"][measurement.method]):
-            Console().print(line, highlight=False)
     finish(options, trainer, Export(experiment, weights, result), parts)
 
 
@@ -195,7 +193,7 @@ def finish(options: Train, trainer: Trainer, export: Export, parts: Parts) -> No
     drawn: dict[str, Figure] = {}
     if bins := getattr(parts.module.sums, "bins", None):
         result["reliability"] = bins
-        drawn["eval/calibration"] = calibration({"head": bins})
+        drawn["eval/calibration"] = calibration(bins)
     kind = about(export.experiment.exports)
     with stage("exporting, and drawing its curves"):
         out = run.export(options.out, partial(write_export, export=export))

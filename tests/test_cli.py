@@ -22,7 +22,6 @@ from spectrain import config, doctor, terminal
 from spectrain.cli import composed
 from spectrain.config import COMMANDS, help, options_of
 from spectrain.terminal import say_next, stage
-from tests.conftest import table_of
 
 ROOT = Path(__file__).parent.parent
 
@@ -149,13 +148,10 @@ def test_doctor_says_what_is_wrong_and_what_to_do(tmp_path, monkeypatch, capsys)
     monkeypatch.setattr(doctor.OtherWork, "share", lambda one: 0.0)
     monkeypatch.setattr(doctor, "SHIPPED", ())
     monkeypatch.setattr(doctor, "SHIPPED_STORES", ())
-    monkeypatch.setattr(doctor, "versions", lambda: [])
+    monkeypatch.setattr(doctor.importlib.metadata, "requires", lambda name: [])
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
     monkeypatch.setattr(torch, "get_num_threads", lambda: 1)
     assert findings(capsys).endswith("Nothing is wrong.")
-    (tmp_path / "checkpoints").mkdir()
-    file = table_of(tmp_path / "checkpoints", {1: 2.0, 4: 1.0}, {0: 0.1})
-    file.rename(file.with_name("seconds-a-b.json"))
     monkeypatch.setattr(doctor.OtherWork, "share", lambda one: 0.4)
     monkeypatch.setattr(torch, "get_num_threads", lambda: 4096)
     monkeypatch.setattr(doctor, "works", lambda dtype: dtype != torch.int8)
@@ -167,7 +163,6 @@ def test_doctor_says_what_is_wrong_and_what_to_do(tmp_path, monkeypatch, capsys)
     assert f"set OMP_NUM_THREADS={len(os.sched_getaffinity(0))}" in said
     assert "take 40% of the processor's time now" in said
     assert "there are none for int8" in said
-    assert "3 curves in checkpoints/seconds-a-b.json" in said
     assert "caches: they are lost at a restart" in said
     assert "output: characters that it lacks are shown as ?" in said
     assert "proxies: the hub cannot be asked through them (Unknown scheme for proxy URL" in said

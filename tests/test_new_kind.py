@@ -10,7 +10,7 @@ import pytest
 
 from spectrain import load_method, load_target
 from spectrain.decoding import generate
-from spectrain.measure.recommend import measured
+from spectrain.measure.halving import fastest_known
 from spectrain.methods.autoregressive import Autoregressive
 from tests.conftest import random_prompts
 from tests.data_prep.conftest import caller, training_options
@@ -57,7 +57,7 @@ def test_a_toy_is_trained_exported_decoded_measured_and_recommended(call, shared
     bench = call("bench", target, "methods=[toy]", "drafter=exported/toy", *few, "out=bench")
     assert re.search(r"^toy\b", bench, re.MULTILINE)
     assert "toy" in call("generate", target, "method=auto", "drafter=exported/toy", "prompt=a", "max_new_tokens=8")
-    assert "toy" in measured()
+    assert "toy" in fastest_known()
     asked = ["drafter=exported/toy", "methods=[toy]", "minutes=0.5", "max_new_tokens=8", "json=true", "batch_size=[1]"]
     recommended = call("recommend", target, *asked)
     assert "toy" in json.loads(recommended[recommended.index("{") :].splitlines()[0])["settings"][0]["methods"]

@@ -1,4 +1,4 @@
-"""`python -m spectrain.recommend` as a user types it, on a tiny target: a table, advice, and lines to type next."""
+"""`spectrain recommend`, which is `bench minutes=`, as a user types it: tables, advice, and lines to type next."""
 
 from __future__ import annotations
 
@@ -7,8 +7,9 @@ import shlex
 
 import pytest
 
-from spectrain import recommend
-from spectrain.measure import recommend as halving
+from spectrain.cli import composed
+from spectrain.config import options_of
+from spectrain.measure import halving
 from spectrain.measure.questions import BUNDLED, read_questions
 from spectrain.target import load_target
 from tests.models.test_artifacts import export_spire
@@ -39,20 +40,24 @@ def test_each_setting_is_measured_and_written_as_json(run):
         assert one["methods"]["autoregressive"]["speedup"] == 1
     assert all(method["lossless"] for method in settings[0]["methods"].values())
     assert settings[0]["prompts"] == 16  # of code: the tiny target has no chat template
-    assert found["advice"].startswith("use ")
-    assert "by the throughput model one would have" in found["drafter"]
+    assert found["advice"].startswith("Use ")
+    assert "No drafter is trained for this target" in found["drafter"]
+    assert found["folders"]["pld"] == []
 
 
 def test_the_lines_to_type_next_work(run, typed):
     code, out, err = run("recommend", *QUICK, "batch_size=[1]", "sampling.temperature=0")
     assert code == 0, err
     assert [line[:15] for line in out.splitlines()].count("greedy, batch 1") == 1  # once, and nothing else
+    assert "T = 0.8" not in out
     assert "times plain" in " ".join(out.split())
     lines = next_lines(out)
     assert [line[0] for line in lines if line[0] in ("generate", "train")][-1] == "train"
     name, *arguments = next(line for line in lines if line[0] == "generate")
     code, out, err = typed(name, *arguments, "max_new_tokens=4", "baseline=false")
     assert (code, "def read_config(path):" in out) == (0, True), err
+    name, *arguments = next(line for line in lines if line[0] == "serve")
+    assert options_of(name, composed(name, *arguments)).methods in ("auto", "autoregressive", "pld", "logitspec")
 
 
 def test_a_given_drafter_is_measured_and_the_line_to_type_has_it(run, typed, spire, monkeypatch):
@@ -70,24 +75,25 @@ def test_a_given_drafter_is_measured_and_the_line_to_type_has_it(run, typed, spi
 
 
 def test_too_little_time_is_one_sentence_with_a_way_on(run):
-    code, out, err = run("recommend", *QUICK[:2], "minutes=0.0001")
+    code, out, err = run("bench", *QUICK[:2], "minutes=0.0001", "prompts=code")
     assert code == 0, err
     said = " ".join(out.split())
     assert "Use auto, which chooses by itself: 0.0001 minutes were enough for 0 prompts, too few" in said
     assert next_lines(out)[0][:2] == ["generate", "method=auto"]
 
 
-def test_prompts_that_are_all_too_long_are_one_sentence(run):
-    code, out, err = run("recommend", *QUICK[:1], "max_new_tokens=300")
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["max_new_tokens=300"], "context holds 256; shorten the prompt or lower max_new_tokens"),
+        (["out=somewhere"], "out= is nothing for minutes=, which compares methods= and writes no file; remove one"),
+        (["batch_size=[0]"], "batch_size=[0] must be"),
+    ],
+)
+def test_what_cannot_be_measured_is_one_sentence(run, arguments, said):
+    code, out, err = run("recommend", *QUICK[:1], *arguments)
     assert (code, out) == (2, "")
-    assert "error: no prompt was answered (UserError: the prompt has " in err
-    assert "context holds 256; shorten the prompt or lower max_new_tokens" in err
-
-
-def test_other_work_on_the_machine_is_reported(run, monkeypatch):
-    monkeypatch.setattr(recommend.OtherWork, "share", lambda one: 0.4)
-    code, out, err = run("recommend", *QUICK[:2], "minutes=0.0001")
-    assert "Other processes took 40% of the cores meanwhile" in out, err
+    assert said in err
 
 
 @pytest.mark.parametrize("kind", BUNDLED)

@@ -229,8 +229,9 @@ class Bench(Artifacts, Built):
     peers: Any = option([], "Hugging Face's generation: hf_generate, hf_prompt_lookup, hf_assisted", several=True)
     prompts: str | None = option(
         None,
-        "questions or chats: a file, a folder, an id on the hub; gsm8k_8shot:<file>, summarize:<file> and code:<file> "
-        "ask as papers do; null: held-out stdlib modules",
+        "chat, code or math, which come with spectrain; or questions or chats: a file, a folder, an id on the hub; "
+        "gsm8k_8shot:<file>, summarize:<file> and code:<file> ask as papers do; null: held-out stdlib modules; with "
+        "minutes= chat, or code where the target has no chat template",
         path=True,
     )
     limit: int | None = option(None, "questions, from the start of the file; null: all (20 without prompts)", least=1)
@@ -251,34 +252,27 @@ class Bench(Artifacts, Built):
         1, "rows decoded together; of a list such as [1,16,64] each in turn, in one table", least=1
     )
     seed: int = SEED
+    minutes: float | None = option(
+        None,
+        "for so long the methods are measured, greedily and as sampling= says, slow ones leave, and nothing is written "
+        "but what to use and to type; null: all questions are answered by all",
+        above=0,
+    )
+    json: bool = option(False, "true: print the results as JSON in place of the tables")
 
 
 @dataclass
-class Recommend(Artifacts):
+class Recommend(Bench):
     """Measure this machine for some minutes, and say which method to use for a target."""
 
-    prompts: str | None = option(
-        None,
-        "chat, code or math, which come with spectrain, or a file as for spectrain.bench, whose first 200 prompts are "
-        "asked in random order; null: chat if the target has a chat template, else code",
-        path=True,
-    )
-    minutes: float = option(4.0, "that all of it takes, about; more of them make intervals narrower", above=0)
-    batch_size: list[int] | None = option(
-        None,
-        "rows decoded together, each in turn; null: 1, and 4 on a CPU or 16 on a GPU if memory holds them",
-        least=1,
-    )
+    minutes: float | None = option(4.0, "that all of it takes, about; more of them make intervals narrower", above=0)
     methods: Any = option(
         None,
         "all, or names of conf/method/ and exported folders; null: those that have been the fastest in our benchmarks",
         several=True,
     )
-    target: Target = group(Target)
-    sampling: Sampling = group(Sampling)
+    limit: int | None = option(200, "questions, from the start of the file", least=1)
     max_new_tokens: int = option(64, "the most tokens per reply", least=2)
-    seed: int = SEED
-    json: bool = option(False, "true: print JSON in place of the tables")
 
 
 @dataclass
@@ -365,15 +359,9 @@ class Datastore(Built, Server):
     target: Target = group(Target)
     corpus: Corpus = group(Corpus)
     keep: float | int | None = option(0.5, "a share of the documents below 1, or their number; null: all", above=0)
-    max_perplexity: float | None = option(None, "drop documents of higher perplexity", least=1)
-    keep_tokens: int | None = option(None, "the most tokens in total, best documents first", least=1)
     perplexity_filter: bool = option(
         True, "false: choose documents by a hash of seed and id, the control of SPECTRA's ablation"
     )
-    score_on: str = option(
-        "all", "response: perplexity counts what the assistant wrote, where there is any", one_of=("all", "response")
-    )
-    always_score: bool = option(False, "true: compute perplexities even if no choice needs them")
     scores: str | None = option(
         None, "jsonl or parquet with id and perplexity, or nll; null: the target or the server computes them", path=True
     )
@@ -429,9 +417,9 @@ class Export:
 
 @dataclass
 class Report:
-    """Show all runs on one page."""
+    """Show all benchmarks on one page."""
 
-    runs: Any = option("runs", "folder, or several in a list, to search for runs", several=True, path=True)
+    runs: Any = option("runs", "folder, or several in a list, to search for benchmarks", several=True, path=True)
     out: str = option("report.html", "one file that needs no others", path=True)
     title: str | None = option(None, "of the page; null: the names of the folders")
     fresh: bool = option(False, "true: replace any file at out")
@@ -442,8 +430,7 @@ class Hardware:
     """Peaks of a machine, as the files of conf/hardware/ have them."""
 
     name: str = option("", "of the machine")
-    dtype: str | None = option(None, "of the matrix products", one_of=("fp8", "int8", "fp16", "bf16", "tf32", "fp32"))
-    flops_per_s: dict[str, float] | None = option(None, "by dtype; null: this CPU is measured")
+    flops_per_s: dict[str, float] | None = option(None, "by dtype (bf16, fp32); null: this CPU is measured")
     bytes_per_s: float | None = option(None, "of the memory", above=0)
     memory_bytes: float | None = option(None, "of one GPU", above=0)
     link_bytes_per_s: float | None = option(None, "of one GPU, to the others of its machine", above=0)

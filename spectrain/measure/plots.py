@@ -26,7 +26,7 @@ from spectrain.stores.files import write_whole
 INK = "#1b1e24"  # of text and axes; a page draws them in the colour of its own text
 GREY = "#8a8f98"
 COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#56b4e9", "#e69f00", "#7a5fd0", "#a0522d")  # Okabe and Ito's
-WIDTH_IN, BAR_IN, PANEL_IN = 10.0, 0.24, (5.0, 2.7)
+BAR_IN, PANEL_IN = 0.24, (5.0, 2.7)
 MAX_POSITIONS = 16
 ALPHA_STEP = re.compile(r"eval/alpha_step_(\d+)")
 TAU_AXIS = "acceptance length tau (tokens per target forward pass)"
@@ -60,10 +60,9 @@ styled = matplotlib.rc_context(
 
 
 class Line(NamedTuple):
-    """A line of a figure: points (x, y), the whiskers (low, high) of each or None, name and colour."""
+    """A line of a figure: points (x, y), name and colour."""
 
     points: Sequence[tuple[float, float]]
-    whiskers: Sequence[tuple[float, float] | None] = ()
     label: str | None = None
     colour: str = COLOURS[0]
     style: str = "-"
@@ -88,11 +87,10 @@ def write_png(figure: Figure, file: Path) -> None:
     write_whole(file, content.getvalue())
 
 
-def grid_of(n: int, n_columns: int, panel_in: tuple[float, float]) -> tuple[Figure, list[Axes]]:
-    """Make a figure with n panels in rows; unused places of the grid stay empty."""
-    n_columns = min(n_columns, n)
-    n_rows = -(-n // n_columns)
-    figure = Figure((panel_in[0] * n_columns, panel_in[1] * n_rows + 0.3))
+def grid_of(n: int, width_in: float, height_in: float) -> tuple[Figure, list[Axes]]:
+    """Make a figure with n panels of this size, two beside each other; unused places of the grid stay empty."""
+    n_columns, n_rows = min(2, n), -(-n // 2)
+    figure = Figure((width_in * n_columns, height_in * n_rows + 0.3))
     axes = list(figure.subplots(n_rows, n_columns, squeeze=False).flat)
     for ax in axes[n:]:
         ax.set_visible(False)
@@ -104,18 +102,16 @@ def shortened(name: str, characters: int = 32) -> str:
 
 
 @styled
-def bars(panels: Mapping[str, Mapping[str, Mapping]], colours: Mapping[str, str], n_columns: int = 2) -> Figure | None:
+def bars(panels: Mapping[str, Mapping[str, Mapping]], colours: Mapping[str, str]) -> Figure | None:
     """Draw horizontal bars with 95 % intervals and numbers, and a dashed line at 1, plain decoding.
 
     Args:
         panels: title -> name -> estimate, or `why` there is none. All panels have the same names.
         colours: by name.
-        n_columns: of the grid of panels.
     """
     if not any(number(one.get("value")) for panel in panels.values() for one in panel.values()):
         return None
-    n_columns = min(n_columns, len(panels))
-    figure, axes = grid_of(len(panels), n_columns, (WIDTH_IN / n_columns, BAR_IN * len(colours) + 0.6))
+    figure, axes = grid_of(len(panels), PANEL_IN[0], BAR_IN * len(colours) + 0.6)
     for i, (ax, (title, panel)) in enumerate(zip(axes, panels.items(), strict=True)):
         values = [number(one.get("value")) or 0.0 for one in panel.values()]
         end = 1.3 * max(values)
@@ -127,30 +123,25 @@ def bars(panels: Mapping[str, Mapping[str, Mapping]], colours: Mapping[str, str]
             text = one.get("why") or "not measured" if value is None else f"{value:.2f}"
             ax.text(max(value or 0.0, min(high or 0.0, end)) + 0.02 * end, y, text, va="center", fontsize=8)
         ax.axvline(1.0, color=INK, linewidth=0.8, linestyle=(0, (4, 3)))
-        ax.set_yticks(range(len(panel)), [shortened(name) if i % n_columns == 0 else "" for name in panel])
+        ax.set_yticks(range(len(panel)), [shortened(name) if i % 2 == 0 else "" for name in panel])
         ax.tick_params(axis="y", length=0)
         ax.set(title=title, xlim=(0, end), ylim=(len(panel) - 0.5, -0.5))
     return figure
 
 
 @styled
-def lines(
-    panels: Mapping[str, Sequence[Line]], xlabel: str, ylabel: str = "", n_columns: int = 2, **limits: object
-) -> Figure | None:
-    """Draw lines with whiskers, and one legend below all panels. `limits` are further properties of the axes."""
+def lines(panels: Mapping[str, Sequence[Line]], xlabel: str, ylabel: str = "", **limits: object) -> Figure | None:
+    """Draw lines, and one legend below all panels. `limits` are further properties of the axes."""
     panels = {title: panel for title, panel in panels.items() if panel}
     if not panels:
         return None
-    figure, axes = grid_of(len(panels), n_columns, PANEL_IN)
+    figure, axes = grid_of(len(panels), *PANEL_IN)
     handles = {}
     for ax, (title, panel) in zip(axes, panels.items(), strict=True):
-        for points, whiskers, label, colour, style in panel:
+        for points, label, colour, style in panel:
             marker = "o" if len(points) <= 40 else ""
             (handle,) = ax.plot(*zip(*points, strict=True), style, color=colour, marker=marker, markersize=3.5)
             handles.setdefault(label, handle)
-            for (x, _), bounds in zip(points, whiskers, strict=False):
-                if bounds and None not in bounds:
-                    ax.plot((x, x), bounds, color=colour, linewidth=1.0)
         ax.set(title=title, xlabel=xlabel, ylabel=ylabel, **limits)
         if "xlim" not in limits:  # steps, positions and draft lengths
             ax.xaxis.set_major_locator(MaxNLocator(integer=True, min_n_ticks=1))
@@ -165,15 +156,10 @@ def lines(
 # Benchmarks. `methods` is that of results.json.
 
 
-def colours_of(names: Sequence[str]) -> dict[str, str]:
-    """Choose a colour for each name; that of autoregressive decoding is grey."""
-    others = cycle(COLOURS)
-    return {name: GREY if name == BASELINE else next(others) for name in names}
-
-
 def benchmark_figures(methods: Mapping[str, Mapping]) -> dict[str, Figure]:
     """Draw a benchmark. Returns figures by title."""
-    names, colours = ordered(methods), colours_of(methods)
+    names, others = ordered(methods), cycle(COLOURS)
+    colours = {name: GREY if name == BASELINE else next(others) for name in names}
     measures = {"speedup over autoregressive decoding": "speedup", TAU_AXIS: "mean_accepted"}
     panels = {title: {n: estimate_of(methods[n], measure) for n in names} for title, measure in measures.items()}
     for name, one in next(iter(panels.values())).items():
@@ -195,65 +181,43 @@ def positions_figure(panel: Sequence[Line]) -> Figure | None:
     return lines({"": panel}, "position in the draft", "acceptance rate", ylim=(-0.02, 1.02))
 
 
-# Trainings. A curve is what was logged: step -> metric -> value.
-
-
-def curves(runs: Mapping[str, Mapping[int, Mapping]], named: bool = True) -> Figure | None:
-    """Draw what trainings logged: one panel per metric, one line per run."""
-    colours, panels = colours_of(runs), {}
-    for metric, title in CURVES.items():
-        for name, curve in runs.items():
-            points = [
-                (step + 1, row[metric]) for step, row in sorted(curve.items()) if number(row.get(metric)) is not None
-            ]
-            if points:
-                line = Line(points, label=name if named else None, colour=colours[name])
-                panels.setdefault(title, []).append(line)
-    return lines(panels, "optimizer steps")
-
-
-def alpha_by_position(curve: Mapping[int, Mapping]) -> list[tuple[int, float]]:
-    """Return the acceptance rates by position of the last validation."""
-    found = [{int(m[1]): row[key] for key in row if (m := ALPHA_STEP.fullmatch(key))} for row in curve.values()]
-    return sorted(next((rates for rates in reversed(found) if rates), {}).items())
+# Trainings
 
 
 def training_pictures(curve: Mapping[int, Mapping]) -> dict[str, Figure]:
-    """Draw one training: its "curve", and the "acceptance" by position of the last validation."""
-    points = alpha_by_position(curve)
+    """Draw what a training logged, step -> metric -> value: its "curve", and the "acceptance" by position.
+
+    The acceptance is that of the last validation.
+    """
+    panels = {
+        title: [Line(points)]
+        for metric, title in CURVES.items()
+        if (points := [(step + 1, row[metric]) for step, row in curve.items() if number(row.get(metric)) is not None])
+    }
+    rates = [{int(m[1]): row[key] for key in row if (m := ALPHA_STEP.fullmatch(key))} for row in curve.values()]
+    points = sorted(next((found for found in reversed(rates) if found), {}).items())
     found = {
-        "curve": curves({"": curve}, named=False),
+        "curve": lines(panels, "optimizer steps"),
         "acceptance": positions_figure([Line(points)] if points else []),
     }
     return {name: figure for name, figure in found.items() if figure is not None}
 
 
-def tau_by_gamma(gammas: Mapping[str, Mapping[str, Mapping[str, Mapping]]]) -> Figure | None:
-    """Draw tau and speedup of drafts of gamma tokens: name of a line -> gamma -> measure -> estimate."""
-    colours, panels = colours_of(gammas), {}
-    for measure, title in {"tau": TAU_AXIS, "speedup": "speedup over autoregressive decoding"}.items():
-        for name, by_gamma in gammas.items():
-            known = [(int(gamma), one[measure]) for gamma, one in by_gamma.items() if number(one[measure]["value"])]
-            points = [(gamma, one["value"]) for gamma, one in known]
-            ends = [(one["low"], one["high"]) for _, one in known]
-            if points:
-                panels.setdefault(title, []).append(Line(points, ends, name, colours[name]))
-    return lines(panels, "drafted tokens per step (gamma)")
-
-
-def calibration(heads: Mapping[str, Sequence[Mapping]]) -> Figure | None:
-    """Draw the mean label of acceptance heads by their mean prediction, and how many positions lie there.
+def calibration(bins: Sequence[Mapping]) -> Figure | None:
+    """Draw the mean label of an acceptance head by its mean prediction, and how many positions lie there.
 
     Args:
-        heads: name -> bins with `positions`, `predicted` and `label`.
+        bins: with `positions`, `predicted` and `label`.
     """
-    diagonal = Line([(0, 0), (1, 1)], label="calibrated", colour=GREY, style="--")
-    panels: dict[str, list[Line]] = {"share accepted (mean label)": [diagonal], "share of positions": []}
-    for (name, bins), colour in zip(heads.items(), cycle(COLOURS), strict=False):
-        bins = [one for one in bins if number(one.get("positions"))]
-        total = sum(one["positions"] for one in bins)
-        for panel, value in zip(panels.values(), ("label", "positions"), strict=True):
-            scale = total if value == "positions" else 1
-            points = [(one["predicted"], one[value] / scale) for one in bins]
-            panel.extend([Line(points, label=name, colour=colour)] if points else [])
-    return lines(panels, "predicted acceptance probability", xlim=(0, 1)) if panels["share of positions"] else None
+    bins = [one for one in bins if number(one.get("positions"))]
+    if not bins:
+        return None
+    total = sum(one["positions"] for one in bins)
+    panels = {
+        "share accepted (mean label)": [
+            Line([(0, 0), (1, 1)], label="calibrated", colour=GREY, style="--"),
+            Line([(one["predicted"], one["label"]) for one in bins], label="head"),
+        ],
+        "share of positions": [Line([(one["predicted"], one["positions"] / total) for one in bins], label="head")],
+    }
+    return lines(panels, "predicted acceptance probability", xlim=(0, 1))

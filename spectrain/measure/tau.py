@@ -90,22 +90,6 @@ def tau_estimate(generations: Sequence[Generation]) -> Estimate:
     return acceptance_length([len(g.tokens) - 1 for g in generations], [g.target_forwards for g in generations])
 
 
-def tau_of(
-    target: TargetModel,
-    drafter: Drafter,
-    rows: Sequence[Sequence[int]],
-    settings: TauSettings,
-    setting: Setting | None = None,
-    seed: int = 0,
-) -> Estimate:
-    """Measure tau of one drafter, without a clock; by default under the first length and temperature."""
-    setting = setting or Setting(settings.context_tokens[0], settings.temperatures[0])
-    some = rows[: settings.contexts]
-    return tau_estimate(
-        continue_rows(target, drafter, some, setting, settings.new_tokens, settings.batch_size, seed=seed)
-    )
-
-
 def measure_tau(
     target: TargetModel,
     drafters: dict[str, Drafter],
@@ -122,28 +106,13 @@ def measure_tau(
     asked = [Setting(length, t) for length in settings.context_tokens for t in settings.temperatures]
     with stage("measuring tau", len(asked) * len(drafters), target.leads) as advance:
         for setting, (name, drafter) in product(asked, drafters.items()):
-            tau[name][setting.name] = tau_of(target, drafter, rows, settings, setting, seed).as_json()
+            size = settings.new_tokens, settings.batch_size
+            found = continue_rows(target, drafter, rows[: settings.contexts], setting, *size, seed=seed)
+            tau[name][setting.name] = tau_estimate(found).as_json()
             advance(1, f"{name}, {setting.name}")
     measured = asdict(settings) | {"contexts": len(rows[: settings.contexts])}
     measured["gamma"] = {name: drafter.gamma for name, drafter in drafters.items() if hasattr(drafter, "gamma")}
     return {"tau": tau, "settings": measured}
-
-
-def expected_and_measured(metrics: Mapping[str, float], tau: Mapping[str, Mapping]) -> str | None:
-    """Compare tau as validation expects it with what the loop measured, in one line; None where either is unknown.
-
-    Validation computes acceptance at T=1, teacher forced on the text of held-out rows. The loop continues these rows
-    by the target's own text, so the two are close, but not equal, if the drafter decodes as it was trained.
-
-    Args:
-        metrics: of a validation.
-        tau: of the trained drafter, by name of the setting, as in the results of `measure_tau`.
-    """
-    expected = metrics.get("eval/tau_expected")
-    measured = [f"{one['value']:.2f} ({name})" for name, one in tau.items() if name.endswith("T=1")]
-    if expected is None or not measured:
-        return None
-    return f"expected tau {expected:.2f} (teacher forced on held-out rows, T=1), measured tau {', '.join(measured)}"
 
 
 def measure_speed(

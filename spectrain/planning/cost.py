@@ -29,7 +29,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from spectrain.config import conf_dir
-from spectrain.errors import UserError, check_number, check_whole
+from spectrain.errors import UserError
 from spectrain.models.packages import target_path
 from spectrain.stores.environment import cpu_name
 from spectrain.stores.files import read_yaml
@@ -57,11 +57,6 @@ class Shape:
     vocab_size: int = 0  # 0 where the unembedding is not counted
     body_parameters: int | None = None  # of the decoder blocks, counted in a model; None: of norms, attention and MLP
 
-    def __post_init__(self) -> None:
-        for name, value in vars(self).items():
-            if value is not None:
-                check_whole(name, value, 0 if name == "vocab_size" else 1)
-
     @property
     def body(self) -> int:
         """Parameters of the decoder blocks, without embedding, final norm and unembedding."""
@@ -74,11 +69,6 @@ class Shape:
     def kv_values(self) -> int:
         """Values that one token adds to the KV cache."""
         return 2 * self.n_layer * self.n_kv_head * self.head_dim
-
-    @property
-    def memory_projections(self) -> int:
-        """Parameters of all K and V projections: SPIRe runs them once more for the memory of each drafted token."""
-        return self.kv_values * self.hidden_size
 
     def with_layers(self, n_layer: int) -> Shape:
         """Return the shape of a drafter that is made of some of this model's blocks, as SPIRe's is."""
@@ -94,10 +84,6 @@ class Hardware:
     bytes_per_value: float = 1  # of weights and KV cache
     flops_per_s: float | None = None
 
-    def __post_init__(self) -> None:
-        for name in ("operational_intensity", "bytes_per_value"):
-            check_number(name, getattr(self, name), "(0, inf)")
-
     @property
     def bytes_per_s(self) -> float:
         return self.flops_per_s / self.operational_intensity
@@ -105,9 +91,6 @@ class Hardware:
     def cost(self, flops: np.ndarray, n_bytes: np.ndarray) -> np.ndarray:
         """Compute the FLOP-equivalents of a forward whose computation and memory traffic overlap (section 2)."""
         return np.maximum(flops, n_bytes * self.operational_intensity)
-
-    def milliseconds(self, cost: np.ndarray) -> np.ndarray | None:
-        return None if self.flops_per_s is None else 1e3 * cost / self.flops_per_s
 
 
 @dataclass(frozen=True)
@@ -183,7 +166,7 @@ class CostModel:
         """Compute the cost of drafting one token per row, [B, L]."""
         contexts = np.asarray(context_tokens)
         cached = contexts if method.cache is None else method.cache.tokens(contexts)
-        extra = method.shape.memory_projections if method.feedback else 0
+        extra = method.shape.kv_values * method.shape.hidden_size if method.feedback else 0  # all K and V projections
         flops = self.flops(method.shape, batch, extra)
         return self.hardware.cost(flops, self.traffic(method.shape, batch, cached))
 
@@ -280,13 +263,13 @@ def fastest_depth(config: Mapping, hardware: Hardware) -> int:
     return max(found, key=lambda n_layer: float(found[n_layer][0].mean()))
 
 
-def tau_of_depth(n_layer: int, k: int = 4) -> float:
-    """Return the tau to expect of a drafter of some blocks that drafts k tokens.
+def tau_of_depth(n_layer: int) -> float:
+    """Return the tau to expect of a drafter of some blocks that drafts four tokens.
 
     Its rejections fall with a power of the depth, as measured on the bundled target (docs/results/depth.json).
     """
     alpha = 1 - REJECTED[0] * n_layer ** -REJECTED[1]
-    return sum(alpha**i for i in range(k + 1))
+    return sum(alpha**i for i in range(5))
 
 
 def hardware_named(device: str) -> dict | None:
@@ -295,28 +278,17 @@ def hardware_named(device: str) -> dict | None:
     return next((one for one in files if one["name"] in device), None)
 
 
-def read_hardware(node: Mapping | str | None, dtype: str | None = None) -> Hardware:
+def read_hardware(node: Mapping, dtype: str) -> Hardware:
     """Read one of conf/hardware/; where it has no peaks it is this machine, which is measured now."""
-    if not isinstance(node, Mapping):
-        known = sorted(path.stem for path in (conf_dir() / "hardware").glob("*.yaml"))
-        raise UserError(f"hardware={node} is unknown; choose among {', '.join(known)}")
-    dtype = dtype or node["dtype"]
     if node["flops_per_s"] is None:
-        return measured_cpu(dtype)
+        flops_per_s, bytes_per_s = cpu_rates(dtype, torch.get_num_threads())
+        name = f"this CPU ({cpu_name()}, {torch.get_num_threads()} thread(s)), {dtype}"
+        return Hardware(name, flops_per_s / bytes_per_s, BYTES_PER_VALUE[dtype], flops_per_s)
     if dtype not in node["flops_per_s"]:
         known = ", ".join(node["flops_per_s"])
         raise UserError(f"hardware={node['name']} has no peak for dtype={dtype}; choose among {known}")
     flops_per_s = node["flops_per_s"][dtype]
     return Hardware(f"{node['name']}, {dtype}", flops_per_s / node["bytes_per_s"], BYTES_PER_VALUE[dtype], flops_per_s)
-
-
-def measured_cpu(dtype: str) -> Hardware:
-    """Measure this machine; see `cpu_rates`."""
-    if dtype not in ("fp32", "bf16"):
-        raise UserError(f"dtype={dtype} cannot be measured on the CPU; give fp32 or bf16")
-    flops_per_s, bytes_per_s = cpu_rates(dtype, torch.get_num_threads())
-    name = f"this CPU ({cpu_name()}, {torch.get_num_threads()} thread(s)), {dtype}"
-    return Hardware(name, flops_per_s / bytes_per_s, BYTES_PER_VALUE[dtype], flops_per_s)
 
 
 @cache

@@ -13,7 +13,6 @@ from dataclasses import asdict
 import torch
 
 from spectrain.config.commands import Hardware as HardwareOptions
-from spectrain.errors import UserError
 from spectrain.models.packages import dtype_of
 from spectrain.planning.cost import fastest_depth, hardware_named, read_hardware
 from spectrain.planning.plan import Machine, Outline, Plan, plan_of
@@ -67,7 +66,7 @@ def peak_tokens_per_s(config: Mapping) -> float | None:
     """Return at which speed the ranks of a settled config would reach the peak of their arithmetic.
 
     FLOPs are those of the forward and the backward pass, without what is computed again; of drafters only. None where
-    `hardware` is not given and this machine's GPU is not known, or where it has no peaks.
+    `hardware` is not given and this machine's GPU is not known.
     """
     on_gpu, trainer = config["trainer"]["accelerator"] == "gpu", config["trainer"]
     node = config["hardware"] or (_known() if on_gpu else None)
@@ -114,8 +113,6 @@ def _machine(config: Mapping) -> Machine:
     on_gpu = config["trainer"]["accelerator"] == "gpu"
     node = config["hardware"] or _here(on_gpu)
     peaks = read_hardware(node, "bf16" if str(config["trainer"]["precision"]).startswith("bf16") else "fp32")
-    if peaks.flops_per_s is None:
-        raise UserError(f"hardware={peaks.name} has no peaks to predict hours by; give hardware=h100 or another one")
     memory, trainer = node["memory_bytes"], config["trainer"]
     if on_gpu and config["hardware"] is None and torch.cuda.is_available():
         memory = torch.cuda.get_device_properties(0).total_memory

@@ -223,15 +223,15 @@ def _naming_what_cannot_be_made(folder: Path) -> Iterator[None]:
 
 
 @contextmanager
-def locked(folder: Path, by: str = "another process", otherwise: str = "", wait: bool = False) -> Iterator[None]:
+def locked(folder: Path, otherwise: str = "", wait: bool = False) -> Iterator[None]:
     """Keep other processes out of a folder that need not exist yet.
 
     The lock is on a file beside the folder, and ends with the process that holds it. At the end the file is removed,
     and so are parents that were made for it and are empty. A link has the lock of what it points to.
 
     Raises:
-        UserError: another process holds the lock, and `wait` is false; the message calls it `by`, and `otherwise` says
-            what can be done other than waiting. Or the folder cannot be made, or is a file.
+        UserError: another process holds the lock, and `wait` is false; `otherwise` says what can be done other than
+            waiting. Or the folder cannot be made, or is a file.
     """
     folder = real_path(folder)
     if folder.name in ("", ".."):  # the working folder, one above, or a root: nothing can be renamed to it
@@ -246,7 +246,7 @@ def locked(folder: Path, by: str = "another process", otherwise: str = "", wait:
             file.parent.mkdir(parents=True, exist_ok=True)
             lock.acquire()  # tried again where the holder removes the file meanwhile
     except Timeout as error:
-        raise UserError(f"{folder} is in use by {by}; wait for its end{otherwise}") from error
+        raise UserError(f"{folder} is in use by another process; wait for its end{otherwise}") from error
     try:
         yield
     finally:

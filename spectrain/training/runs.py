@@ -42,6 +42,7 @@ Curve = dict[int, dict[str, float]]  # step -> metric -> value
 CONFIG, FACTS, SOURCE, EXPORT = "config.yaml", "run.json", "source.json", "export.json"
 # They do not change what is trained.
 NOT_HASHED = ("run_dir", "fresh", "plan", "hardware", "logger", "out", "tau", "vanilla", "checkpoint_s", "export_dtype")
+NOT_HASHED += ("minutes", "json")  # of a benchmark
 # A run may go on with another number of ranks, or another server of the same target.
 NOT_HASHED_OF = {
     "trainer": ("devices", "num_nodes", "log_every_n_steps", "activation_checkpointing", "compile"),

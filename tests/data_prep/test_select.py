@@ -12,7 +12,7 @@ import torch
 from pyarrow import parquet
 
 from data_prep.openai_client import CompletionServer
-from data_prep.select import Scoring, perplexities, read_scores, token_log_probs, windows_of
+from data_prep.select import Scoring, perplexities, read_scores, token_log_probs
 from spectrain.errors import UserError
 from spectrain.target import TargetModel
 from tests.conftest import random_prompts, tiny_model
@@ -69,25 +69,6 @@ def test_longer_documents_equal_a_slow_loop_of_windows(target, window, stride):
         assert expected[0] != pytest.approx(by_hand(target, few[0]), rel=1e-3)
 
 
-@pytest.mark.parametrize("bos_id", [None, 1])
-def test_only_the_tokens_that_count_are_in_the_mean(target, bos_id):
-    many, rng = documents([12, 40, 17, 30]), np.random.default_rng(0)
-    counted = [rng.random(len(document)) < 0.4 for document in many]
-    counted[3][:] = True
-    found = perplexities(target, many, Scoring(16, 8, 90, bos_id), counted=counted)
-    for document, tokens, perplexity in zip(many, counted, found, strict=True):
-        ids = np.concatenate([[] if bos_id is None else [bos_id], document]).astype(np.int64)
-        log_p = []
-        for window in windows_of(0, len(ids), 16, 8):
-            with torch.inference_mode():
-                piece = torch.from_numpy(ids[None, window.start : window.stop])
-                all_log_p = target.model(input_ids=piece).logits[0].log_softmax(-1)
-            for position in range(window.scored_from, window.stop):
-                if tokens[position - (bos_id is not None)]:
-                    log_p.append(float(all_log_p[position - window.start - 1, ids[position]]))
-        assert perplexity == pytest.approx(np.exp(-np.mean(log_p)), rel=1e-4)
-
-
 @pytest.mark.parametrize("batch_tokens", [1, 64, 333, 10_000])
 def test_batches_do_not_change_scores(target, batch_tokens):
     many = documents([5, 90, 33, 34, 8, 61, 2, 90, 17] * 3)
@@ -123,8 +104,7 @@ def echoed(target: TargetModel, body: dict) -> dict:
 
 def test_a_server_scores_as_its_target_does(target, monkeypatch):
     monkeypatch.setenv("NO_PROXY", "127.0.0.1")
-    many, rng, n_scored = documents([12, 40, 1, 30]), np.random.default_rng(0), []
-    counted, scoring = [rng.random(len(document)) < 0.4 for document in many], Scoring(16, 8, 90, bos_id=1)
+    many, n_scored, scoring = documents([12, 40, 1, 30]), [], Scoring(16, 8, 90, bos_id=1)
     until_s = time.monotonic() + 10
 
     def answer(body: dict, n: int) -> dict:
@@ -134,8 +114,8 @@ def test_a_server_scores_as_its_target_does(target, monkeypatch):
 
     with serving(answer) as fake:
         server = CompletionServer(fake.address, model="tiny", concurrency=3)
-        found = perplexities(target, many, scoring, n_scored.append, counted, server)
-    assert found == pytest.approx(perplexities(target, many, scoring, counted=counted), rel=1e-4)
+        found = perplexities(target, many, scoring, n_scored.append, server)
+    assert found == pytest.approx(perplexities(target, many, scoring), rel=1e-4)
     assert sum(n_scored) == 12 + 40 + 1 + 30
     assert fake.most_open > 1
     asked = {name: fake.requests[0][1][name] for name in ("model", "echo", "logprobs", "max_tokens")}

@@ -1,4 +1,4 @@
-"""The report page: one file with the numbers of each run, and what is unfinished, damaged or refused."""
+"""The report page: one file with the numbers of each benchmark, and what is unfinished, damaged or refused."""
 
 from __future__ import annotations
 
@@ -8,10 +8,9 @@ from html.parser import HTMLParser
 from pathlib import Path
 
 import pytest
-import yaml
 from rich.console import Console
 
-from spectrain.measure.report import write_report
+from spectrain.measure.report_page import write_report
 from spectrain.measure.tables import (
     OF_PAPERS,
     batches_table,
@@ -24,10 +23,6 @@ from spectrain.measure.tables import (
 )
 
 EVIL = "<script>alert(1)</script> & co"
-
-
-def estimate(value: float, half: float = 0.25) -> dict:
-    return {"value": value, "low": value - half, "high": value + half}
 
 
 def method(gain: float, **more) -> dict:
@@ -163,39 +158,16 @@ def test_what_is_no_number_is_a_dash(value):
 
 @pytest.fixture
 def runs(tmp_path, monkeypatch) -> Path:
-    """Two finished trainings, one unfinished, a benchmark, and a run whose results are damaged."""
+    """Two finished benchmarks, an unfinished and a damaged one, and a training."""
     monkeypatch.chdir(tmp_path)
     folder = Path("runs")
-    trained = {
-        "steps": 40,
-        "tokens": 20_480,
-        "metrics": {"eval/loss": 1.125, "eval/alpha": 0.625},
-        "tau": {"autoregressive": {"16 tokens, greedy": estimate(1.0)}, "spire": {"16 tokens, greedy": estimate(2.5)}},
-        "gammas": {"greedy": {str(g): {"tau": estimate(g), "speedup": estimate(1.0)} for g in (1, 2)}},
-    }
-    for name, loss in (("k_2", "mixed"), ("k_10", "hard"), ("going", "mixed")):
-        config = {
-            "kind": "spire",
-            "experiment": {"_target_": "x"},
-            "loss": loss,
-            "max_steps": 40,
-            "target": {"path": "org/model"},
-        }
-        write(folder / name / "config.yaml", yaml.safe_dump(config))
-        write(folder / name / "run.json", json.dumps({"command": f"train {name}", "attempts": [], "steps": 40}))
-        if name != "going":
-            write(folder / name / "result.json", json.dumps(trained))
-        first = (
-            "step,epoch,train/loss,eval/loss,train/tokens_per_s,train/mfu\n9,0,3.0,,4000,0.5\n19,0,2.0,2.5,5000,0.56\n"
-        )
-        write(folder / name / "metrics/version_0/metrics.csv", first)
-        write(
-            folder / name / "metrics/version_1/metrics.csv", "step,epoch,train/loss,eval/alpha_step_1\n19,0,1.5,0.5\n"
-        )
-    write(folder / "bench/config.yaml", "kind: bench\n")
-    write(folder / "bench/results.json", json.dumps(RESULTS))
-    write(folder / "broken/config.yaml", "kind: bench\n")
-    write(folder / "broken/results.json", "{")
+    write(folder / "trained" / "config.yaml", "kind: spire\n")
+    for name in ("bench_2", "bench_10", "going", "broken"):
+        write(folder / name / "config.yaml", "kind: bench\n")
+    for name in ("bench_2", "bench_10"):
+        write(folder / name / "results.json", json.dumps(RESULTS))
+    write(folder / "going" / "questions.jsonl", "{}\n{}\n")
+    write(folder / "broken" / "results.json", "{")
     return folder
 
 
@@ -204,27 +176,16 @@ def write(file: Path, text: str) -> None:
     file.write_text(text)
 
 
-def test_the_page_of_a_folder_has_every_run(runs, typed):
+def test_the_page_of_a_folder_has_every_benchmark(runs, typed):
     code, out, err = typed("report", "runs=runs", "out=report.html")
     assert code == 0, err
-    assert out.startswith("report.html: 2 sections")
+    assert out.startswith("report.html: 3 sections")
     assert "left out: runs/broken" in err
     page = Page(Path("report.html").read_text())
     assert page.loaded == []
-    assert "tokens/s of peak FLOP/s" in page.text
-    assert "4,500 53 %" in page.text
-    for words in (
-        "3 spire drafters for org/model",
-        "highest tau: 2.50",
-        "2.50 [2.25, 2.75]",
-        "loss=hard",
-        "Unfinished, with the numbers of the last validation so far: going.",
-        "20 of 40",
-        "train k_2",
-        "fastest: pld, 1.50 [1.25, 1.75] times plain decoding",
-    ):
+    for words in ("fastest: pld, 1.50 [1.25, 1.75] times plain decoding", "Unfinished: 2 answers so far", "org/model"):
         assert words in page.text
-    assert page.text.index("k_2") < page.text.index("k_10")  # 2 before 10
+    assert "trained" not in page.text
     assert typed("report", "runs=runs", "out=report.html")[0] == 0  # its own page may be replaced
 
 
@@ -232,7 +193,7 @@ def test_the_command_refuses_what_it_cannot_do(runs, typed):
     Path("notes.html").write_text("mine")
     for arguments, words in (
         (["runs=nowhere"], "runs=nowhere is no folder"),
-        (["runs=runs/k_2/metrics"], "holds no run that could be shown"),
+        (["runs=runs/trained"], "holds no benchmark"),
         (["runs=runs", "out=runs"], "out=runs is a folder"),
         (["runs=runs", "out=notes.html"], "is no page of this command"),
     ):

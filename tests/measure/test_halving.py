@@ -9,7 +9,7 @@ import pytest
 from spectrain.data.prompts import Question
 from spectrain.decoding import Generation, Sampling
 from spectrain.measure.benchmark import Benchmark
-from spectrain.measure.recommend import AUTO, FEWEST, Halving
+from spectrain.measure.halving import AUTO, FEWEST, Halving
 from spectrain.methods.registry import BASELINE
 from spectrain.target import TargetModel
 from tests.conftest import tiny_model

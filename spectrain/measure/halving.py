@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -19,8 +19,6 @@ from spectrain.measure.benchmark import Benchmark
 from spectrain.measure.results import QuestionRow, summarise
 from spectrain.methods.auto import candidates
 from spectrain.methods.registry import BASELINE
-from spectrain.stores.environment import free_memory
-from spectrain.target import TargetModel
 
 AUTO = "auto"
 KEPT = (BASELINE, AUTO)  # to the end: what others are compared with, and the answer where they cannot be distinguished
@@ -29,11 +27,10 @@ LEAST_GAIN = 1.03  # times plain decoding; less is not worth an option
 ALIKE = 0.97  # of the fastest method's speed; from there on `auto` is recommended, because other texts are to come
 WARM_UP_TOKENS = 16
 GROUP_IN_BATCHES = 2  # questions that are answered in one go, in batches
-SHARE_OF_FREE_MEMORY = 0.5  # that keys and values may take
 
 
-def measured() -> tuple[str, ...]:
-    """Return what is measured by default: in docs/benchmarks.md nothing else is 5 % ahead of all of these."""
+def fastest_known() -> tuple[str, ...]:
+    """Return the methods that `recommend` compares: in docs/benchmarks.md nothing else is 5 % ahead of all of these."""
     return *candidates(), "specdecpp", *KEPT
 
 
@@ -134,7 +131,24 @@ class Halving:
         }
 
 
-def rows_that_fit(target: TargetModel, row_tokens: int, wanted: int) -> int:
-    """Return how many rows of so many tokens the free memory holds: at most `wanted`, at least 1."""
-    free = SHARE_OF_FREE_MEMORY * free_memory(target.device)
-    return max(1, min(wanted, int(free / (row_tokens * target.token_bytes))))
+def advice(settings: Sequence[Mapping], minutes: float) -> str:
+    """Say in a sentence what to use in each of the settings, as `Halving.result` gives them."""
+    if (n_prompts := settings[0]["prompts"]) < FEWEST:
+        more = math.ceil(minutes * 2 * FEWEST / max(1, n_prompts))
+        says = f"Use auto, which chooses by itself: {minutes:g} minutes were enough for {n_prompts} prompts"
+        return f"{says}, too few to distinguish methods, so give minutes={more} or methods=[...]."
+    known = [(one["recommended"], one) for one in settings if one["prompts"] >= FEWEST]
+    uses = [f"{name} for {one['setting']} ({one['methods'][name]['speed']:.2f} times plain)" for name, one in known]
+    return f"Use {', '.join(uses)}."
+
+
+def gain_of_drafters(setting: Mapping, trained: Sequence[str]) -> str:
+    """Say what the trained drafters gain in a setting."""
+    if not trained:
+        return "No drafter is trained for this target. With plan=true a training says what its drafter would gain."
+    speeds = {name: one["speed"] for name, one in setting["methods"].items() if name != AUTO}
+    if not speeds.keys() & trained or not speeds.keys() - trained:
+        return "There is a trained drafter for this target, but no time was left to compare it."
+    best, other = (max(some, key=speeds.get) for some in (speeds.keys() & trained, speeds.keys() - trained))
+    says = f"With its trained drafter {best} is {speeds[best] / speeds[other]:.2f} times as fast as {other}"
+    return f"{says}, the fastest method without one ({setting['setting']})."
