@@ -4,7 +4,8 @@
     python scripts/compare_checkouts.py ../before --target smollm2 --prompts gsm8k.jsonl --out compared.json
 
 Each checkout runs in a process of its own, and both take turns at every question, in random order, so that a drifting
-machine hurts both alike. Of several turns the fastest of each question counts, as other work only ever adds to a time.
+machine hurts both alike. Each of several turns has new processes, because two processes of the same code may differ by
+some percent, and the fastest turn of each question counts, as other work only ever adds to a time.
 `ratio` is tokens/s of this checkout divided by those of the other one, the geometric mean over questions with its 95 %
 bootstrap interval; `plain` is likewise each method of this checkout over its own plain decoding. Methods have their
 defaults, and each answers the first questions once to warm up.
@@ -19,6 +20,7 @@ import random
 import subprocess
 import sys
 import time
+from contextlib import ExitStack
 from pathlib import Path
 
 import numpy as np
@@ -37,14 +39,8 @@ def main() -> None:
     prompts = questions(args.prompts, args.limit)
     batches = [prompts[i : i + args.batch_size] for i in range(0, len(prompts), args.batch_size)]
     checkouts = [HERE, *([args.other.resolve()] if args.other else [])]
-    command, workers = [sys.executable, str(Path(__file__).resolve()), *sys.argv[1:], "--worker"], []
-    for checkout in checkouts:
-        paths = os.pathsep.join([str(checkout), *filter(None, [os.environ.get("PYTHONPATH")])])
-        workers.append(Worker(command, cwd=checkout, env=os.environ | {"PYTHONPATH": paths}))
     methods = (PLAIN, *args.methods)
-    for batch in batches[:WARM_UPS]:
-        in_turns(workers, methods, batch)
-    found = [[in_turns(workers, methods, batch) for batch in batches] for _ in range(args.turns)]
+    found = [measured(checkouts, methods, batches) for _ in range(args.turns)]
     speeds = dict(zip(methods, np.max(found, axis=0).swapaxes(0, 1), strict=True))  # [batches, checkouts] of each
     plain, rows = np.log(speeds[PLAIN]), []
     for method, of_method in speeds.items():
@@ -58,6 +54,21 @@ def main() -> None:
     if args.out is not None:
         command = " ".join(["python scripts/compare_checkouts.py", *sys.argv[1:]])
         args.out.write_text(json.dumps({"command": command, "questions": len(prompts), "rows": rows}, indent=1) + "\n")
+
+
+def measured(checkouts: list[Path], methods: tuple[str, ...], batches: list[list[str]]) -> list[list[list[float]]]:
+    """Return tokens/s [batches, methods, checkouts], of processes of their own."""
+    command = [sys.executable, str(Path(__file__).resolve()), *sys.argv[1:], "--worker"]
+    with ExitStack() as ends:
+        workers = []
+        for checkout in checkouts:
+            paths = os.pathsep.join([str(checkout), *filter(None, [os.environ.get("PYTHONPATH")])])
+            worker = Worker(command, cwd=checkout, env=os.environ | {"PYTHONPATH": paths})
+            ends.callback(worker.process.kill)
+            workers.append(worker)
+        for batch in batches[:WARM_UPS]:
+            in_turns(workers, methods, batch)
+        return [in_turns(workers, methods, batch) for batch in batches]
 
 
 def in_turns(workers: list[Worker], methods: tuple[str, ...], batch: list[str]) -> list[list[float]]:
