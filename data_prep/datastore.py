@@ -30,7 +30,8 @@ from data_prep.progress import show_facts
 from data_prep.select import Scoring, Selection, read_scores
 from spectrain.cli import interruptible, open_target
 from spectrain.config import plain
-from spectrain.config.commands import Corpus, Datastore
+from spectrain.config.commands import Datastore
+from spectrain.config.groups import Corpus
 from spectrain.data.prompts import question_ids, read_prompts
 from spectrain.data.texts import responses_of
 from spectrain.decoding import generate

@@ -104,7 +104,7 @@ def prompt_parts(options: Responses, build: Build, questions: list[Question], an
     if server:
         source = partial(server.answer, target=target, answering=answering)
     else:
-        method = build_configured(options, target, answering.sampling)
+        method = build_configured(options, target, answering.sampling, options.verification)
         decode = partial(stream, target, method, verification=options.verification, **vars(answering))
         source = partial(answer_in_loop, decode=decode, batch_size=options.batch_size)
     manifest = ResponseManifest(

@@ -54,7 +54,7 @@ from transformers import LlamaForCausalLM
 from spectrain import cli
 from spectrain.cli import composed, open_target
 from spectrain.config import options_of, plain
-from spectrain.config.commands import Corpus
+from spectrain.config.groups import Corpus
 from spectrain.config.training import Optimizer
 from spectrain.data import row_cache
 from spectrain.data.chat_tokens import ChatRenderer

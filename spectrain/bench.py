@@ -78,7 +78,7 @@ def measure(
     prompt_ids = partial(question_ids, target.tokenizer, chat=options.chat)
     prompt_ids(asked[0], [])  # a wrong chat= is refused before anything is measured
     with stage("opening the methods"):
-        drafters, skipped = registry.build_methods(options, methods, target, sampling)
+        drafters, skipped = built(options, methods, target, sampling)
     baselines = build_baselines(options, target, drafters)
     penalty = getattr(target.model.generation_config, "repetition_penalty", None)
     if penalty not in (None, 1.0):  # every method must sample from the same distribution
@@ -172,17 +172,27 @@ def check(options: Bench) -> None:
             raise UserError(f"peers decode one prompt at a time, not batch_size={size}; give batch_size=1")
     if options.peers and options.max_length is not None:
         raise UserError(f"peers know no max_length={options.max_length}; leave it out and give max_new_tokens")
-    if options.method is not None and not registry.takes_all(options):
+    if options.method is not None and not registry.takes_all(options.methods):
         raise UserError("method= measures one method with its options, methods= several; give one of them")
 
 
 def configured(options: Bench) -> dict[str, DictConfig]:
     """Return the methods that are measured, with their options, by name; plain decoding is always the first."""
     if options.method is None:
-        return registry.method_configs(options, reserved=BASELINES)
+        return registry.method_configs(options.methods, options.variants, options.max_nodes, BASELINES)
     name = HydraConfig.get().runtime.choices["method"]
     plain = registry.method_config(registry.BASELINE)
     return {registry.BASELINE: plain, name: registry.with_nodes(OmegaConf.create(options.method), options.max_nodes)}
+
+
+def built(
+    options: Bench, methods: Mapping[str, DictConfig], target: TargetModel, sampling: Sampling
+) -> tuple[dict[str, Drafter], dict[str, str]]:
+    """Build the methods that are measured, see `registry.build_methods`."""
+    given = given_artifacts(options.drafter, options.head, options.datastore)
+    may_lack = options.method is None and registry.takes_all(options.methods)
+    drafters, skipped = registry.build_methods(methods, given, target, may_lack, ["vanilla"] if options.peers else [])
+    return {name: registry.warned(one, sampling, options.verification) for name, one in drafters.items()}, skipped
 
 
 def build_baselines(

@@ -23,7 +23,8 @@ from functools import partial
 from pathlib import Path
 
 from spectrain.cli import open_target
-from spectrain.config.commands import Export, Target
+from spectrain.config.commands import Export
+from spectrain.config.groups import Target
 from spectrain.errors import UserError
 from spectrain.exports.exporting import lookup_export, run_export, write_again, write_export, write_lookup
 from spectrain.models.artifacts import is_export, read_manifest

@@ -27,7 +27,7 @@ import hydra
 
 from spectrain.cli import expand_shorthands, open_target
 from spectrain.config import TYPED_COMMAND, options_of, plain
-from spectrain.config.commands import Bench, Recommend
+from spectrain.config.commands import Recommend
 from spectrain.config.training import SUGGESTED
 from spectrain.data.prompts import Question, question_ids
 from spectrain.decoding import Drafter, Sampling, generate
@@ -38,7 +38,7 @@ from spectrain.measure.benchmark import Benchmark
 from spectrain.measure.recommend import AUTO, FEWEST, Halving, measured, rows_that_fit
 from spectrain.measure.tables import estimate_of, fixed, for_terminal, interval, ordered, size, table_of
 from spectrain.methods import registry
-from spectrain.methods.folders import FOLDERS, artifact_kinds
+from spectrain.methods.folders import FOLDERS, artifact_kinds, given_artifacts
 from spectrain.methods.options import names
 from spectrain.planning.cost import speedup_by_depth
 from spectrain.planning.defaults import plan_for, settled
@@ -61,12 +61,14 @@ def main(options: Recommend) -> None:
     is_chat = target.tokenizer.chat_template is not None
     asked = asked or questions.read_questions("chat" if is_chat else "code", None)
     random.Random(options.seed).shuffle(asked)
-    folders = {option: getattr(options, option) for option in FOLDERS}
-    bench = Bench(methods=options.methods or "all", **folders)
-    methods = registry.method_configs(bench) | {AUTO: registry.method_config(AUTO)}
+    methods = registry.method_configs(options.methods or "all", {}) | {AUTO: registry.method_config(AUTO)}
     methods = {name: one for name, one in methods.items() if options.methods or name in measured()}
     with stage("building the methods"):
-        drafters, skipped = registry.build_methods(bench, methods, target, Sampling(**vars(options.sampling)))
+        given = given_artifacts(options.drafter, options.head, options.datastore)
+        may_lack = registry.takes_all(options.methods or "all")
+        drafters, skipped = registry.build_methods(methods, given, target, may_lack)
+    for one in drafters.values():
+        registry.warned(one, Sampling(**vars(options.sampling)), "block")
     halvings = measure(options, target, drafters, asked, began + 60 * options.minutes)
     if not target.leads:
         return

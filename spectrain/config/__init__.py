@@ -16,8 +16,8 @@ from hydra.core.config_store import ConfigStore
 from omegaconf import DictConfig, OmegaConf
 
 from spectrain.config import commands, training
-from spectrain.config.commands import Target
 from spectrain.config.fields import described, names_of, path_options, plain, typed
+from spectrain.config.groups import Artifacts, Corpus, Sampling, Target
 
 __all__ = ["COMMANDS", "GROUPS", "Target", "conf_dir", "described", "options_of", "paths_of", "plain", "register"]
 
@@ -61,9 +61,9 @@ PURPOSES = {  # what users want, with the commands for it; `spectrain` lists the
     "prepare targets and data": ("target", "responses", "activations", "acceptance", "datastore"),
 }
 GROUPS = {  # files of groups that are classes
-    ("target", "bundled"): commands.Target,
-    ("sampling", "greedy"): commands.Sampling,
-    ("corpus", "stdlib"): commands.Corpus,
+    ("target", "bundled"): Target,
+    ("sampling", "greedy"): Sampling,
+    ("corpus", "stdlib"): Corpus,
     ("data", "online"): training.Online,
     ("data", "offline"): training.Offline,
     ("data", "served"): training.Served,
@@ -116,7 +116,7 @@ def paths_of(command: str) -> set[str]:
     """Return the dotted names of a command's options that are paths."""
     kind, groups = COMMANDS[command]
     if kind is not training.Train:
-        of_methods = path_options(commands.Artifacts, "method.") if "method" in groups else set()
+        of_methods = path_options(Artifacts, "method.") if "method" in groups else set()
         return path_options(kind) | of_methods
     of_experiments = (path_options(experiment) for experiment in training.EXPERIMENTS.values())
     return path_options(kind).union(path_options(training.Offline, "data."), *of_experiments)

@@ -10,8 +10,8 @@ from typing import Any
 
 from omegaconf import MISSING
 
-from spectrain.config.commands import SEED, Corpus, Hardware, Target
 from spectrain.config.fields import always, group, option
+from spectrain.config.groups import SEED, Corpus, Hardware, Target
 
 
 @dataclass

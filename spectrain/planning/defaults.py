@@ -12,7 +12,7 @@ from dataclasses import asdict
 
 import torch
 
-from spectrain.config.commands import Hardware as HardwareOptions
+from spectrain.config.groups import Hardware as HardwareOptions
 from spectrain.errors import UserError
 from spectrain.models.packages import dtype_of
 from spectrain.planning.cost import fastest_depth, hardware_named, read_hardware

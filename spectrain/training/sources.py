@@ -19,8 +19,8 @@ from lightning.pytorch.utilities import rank_zero_only
 from torch import Tensor
 
 from spectrain.config import training as config_training
-from spectrain.config.commands import Corpus
 from spectrain.config.fields import at
+from spectrain.config.groups import Corpus
 from spectrain.data.packing import Packed
 from spectrain.data.row_cache import corpus_rows
 from spectrain.decoding import Sampling

@@ -10,7 +10,7 @@ from lightning.pytorch.utilities import rank_zero_only
 from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerBase
 
-from spectrain.config.commands import Corpus
+from spectrain.config.groups import Corpus
 from spectrain.data.chats import Tally
 from spectrain.data.texts import CORPUS_ADVICE, corpus_documents, train_tokenizer
 from spectrain.models.vanilla import save_pretrained
