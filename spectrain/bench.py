@@ -139,9 +139,9 @@ def batch_sizes(options: Bench) -> list[int]:
 
 def costs_on_gpu(target: TargetModel, drafter: Drafter, rows: Sequence[QuestionRow]) -> dict[str, float | None]:
     """Compute what steps of a method read, and how near they come to the limit of the GPU."""
-    hardware = hardware_named(torch.cuda.get_device_name(target.device)) or {}
+    hardware = hardware_named(torch.cuda.get_device_name(target.device))
     own = weight_bytes(target), weight_bytes(drafter), target.token_bytes
-    return step_costs(rows, *own, hardware.get("bytes_per_s"))
+    return step_costs(rows, *own, hardware and hardware.bytes_per_s)
 
 
 def seen_before(asked: Sequence[Question], target: TargetModel, drafters: Iterable[Drafter]) -> dict[str, list[str]]:

@@ -26,7 +26,7 @@ from pathlib import Path
 import hydra
 
 from spectrain.cli import expand_shorthands, open_target
-from spectrain.config import TYPED_COMMAND, options_of, plain
+from spectrain.config import TYPED_COMMAND, options_of
 from spectrain.config.commands import Recommend
 from spectrain.config.training import SUGGESTED
 from spectrain.data.prompts import Question, question_ids
@@ -157,9 +157,9 @@ def expected_of_a_drafter(target: str) -> str:
     with stage("predicting what a trained drafter would gain"):
         try:
             typed = expand_shorthands([f"+exp={SUGGESTED}", f"target={target}"], "train")
-            config = settled(plain(options_of("train", hydra.compose("train", typed))))
+            config = settled(options_of("train", hydra.compose("train", typed)))
             plan, machine = plan_for(config)
-            speed = float(speedup_by_depth(config, machine.peaks)[config["n_layer"]][0][0, 0])
+            speed = float(speedup_by_depth(config, machine.peaks)[config.own.n_layer][0][0, 0])
         except UserError as error:
             return f"{says}, and what one would gain cannot be predicted: {error}"
     says = f"{says}; by the throughput model one would have {speed:.1f} times the speed of plain decoding"

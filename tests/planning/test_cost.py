@@ -162,9 +162,8 @@ def test_the_cpu_is_measured_in_both_rates():
 @pytest.mark.parametrize(
     ("node", "dtype", "message"),
     [
-        ("tpu", None, "hardware=tpu is unknown; choose among a100, cpu"),
         (hardware_named("NVIDIA H100"), "fp4", "has no peak for dtype=fp4; choose among "),
-        ({"flops_per_s": None}, "fp8", "dtype=fp8 cannot be measured on the CPU"),
+        (hardware_named("this CPU"), "fp8", "dtype=fp8 cannot be measured on the CPU"),
     ],
 )
 def test_hardware_that_is_not_known_is_one_sentence(node, dtype, message):
