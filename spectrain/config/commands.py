@@ -6,20 +6,14 @@ from dataclasses import dataclass
 from typing import Any
 
 from spectrain.config.fields import group, option
-from spectrain.config.groups import (
-    BATCH_TOKENS,
-    CHAT,
-    MAX_LENGTH,
-    SEED,
-    VERIFICATION,
-    Artifacts,
-    Built,
-    Configured,
-    Corpus,
-    Sampling,
-    Server,
-    Target,
+from spectrain.config.groups import SEED, Artifacts, Built, Configured, Corpus, Sampling, Server, Target
+
+VERIFICATION = option(
+    "block", "how drafts that were drawn are verified; token: as in the papers", one_of=("block", "token")
 )
+MAX_LENGTH = option(None, "the most tokens of a prompt and its reply together; null: as max_new_tokens says", least=2)
+CHAT = option("auto", "ask by the tokenizer's chat template; auto: if it has one", one_of=("auto",))
+BATCH_TOKENS = option(8192, "per forward, padding included; at least one row", least=1)
 
 
 @dataclass

@@ -162,10 +162,4 @@ class Hardware:
     source: str | None = option(None, "where the numbers are from")
 
 
-VERIFICATION = option(
-    "block", "how drafts that were drawn are verified; token: as in the papers", one_of=("block", "token")
-)
-MAX_LENGTH = option(None, "the most tokens of a prompt and its reply together; null: as max_new_tokens says", least=2)
-CHAT = option("auto", "ask by the tokenizer's chat template; auto: if it has one", one_of=("auto",))
-BATCH_TOKENS = option(8192, "per forward, padding included; at least one row", least=1)
 SEED = option(0, "prompt i draws from a generator seeded by (seed, i)", least=0, most=2**32 - 1)

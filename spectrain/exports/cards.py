@@ -51,10 +51,9 @@ def trained_card(
     taus = {name: row for name, row in (trained.get("tau") or {}).items() if name != "autoregressive"}
     hidden, data = (*names_of(Train), *NOT_SHOWN), config.data
     options = {name: value for name, value in vars(config.own).items() if name not in hidden}
+    options |= {"init": _published(options["init"])} if "init" in options else {}
     options |= {"seed": config.seed, "optimizer": vars(config.own.optimizer), "batch_size": data.batch_size}
-    options["precision"] = config.trainer.precision
-    if "init" in options:
-        options["init"] = _published(options["init"])
+    options |= {"precision": config.trainer.precision}
     return _card(
         "drafter",
         kind,

@@ -155,9 +155,10 @@ def build_method(
     check_options(build, given, name)
     if build is Auto:
         return _build_auto(names(options.get("methods")), target, artifacts)
-    chooses = options.get("max_nodes") == AUTO and options.get("gamma") is None
-    ranks = ranks and target is not None and type(options.get("max_nodes")) is int
-    if options.get("max_nodes") == PAPER:
+    nodes = options.get("max_nodes")
+    chooses = nodes == AUTO and options.get("gamma") is None
+    ranks = ranks and target is not None and type(nodes) is int
+    if nodes == PAPER:
         del options["max_nodes"]
     kinds = artifact_kinds(method)
     for option, kind in kinds.items():

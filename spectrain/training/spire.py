@@ -147,8 +147,7 @@ class SpireExperiment(DrafterExperiment):
         if reads_previous is None:
             reads_previous = own.input != "tied" and own.target_activations
         options |= {"previous_state": reads_previous, "draft_vocab": None if kept is None else len(kept)}
-        if own.input == "tied":
-            options["unembedding"] = "trained"
+        options |= {"unembedding": "trained"} if own.input == "tied" else {}
         layers = last_layers(self.target.model, own.n_layer)
         if own.memories != "blocks":
             layers = len(layers) * (FINAL if own.memories == "final" else 0,)
