@@ -148,7 +148,7 @@ class DrafterExperiment(Experiment):
 
     def prepare(self) -> Parts:
         init = self.own.init
-        data = self.data.drafter_rows(self.config, self.target, self.block_layers(), self.run.asked)
+        data = self.data.drafter_rows(self.run, self.target, self.block_layers())
         is_new, source = init in NEW, {}
         drafter = self.new(data.train) if is_new else self.trained_before()
         if not is_new:

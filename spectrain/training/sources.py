@@ -1,7 +1,6 @@
 """Where training rows come from: frozen models run inside the training (`data=online`), or were run beforehand.
 
-In both classes `drafter_rows` returns the rows of a drafter that reads the inputs of the target's blocks `layers` (for
-`asked` see `RunFolder`), and
+In both classes `drafter_rows` returns the rows of a drafter that reads the inputs of the target's blocks `layers`, and
 `head_store` the responses that an acceptance head is trained on, from `folder` where it is given. They raise UserError
 where there are too few rows, or where rows were made with another target, drafter or warping.
 """
@@ -38,6 +37,7 @@ from spectrain.stores.rows import (
 )
 from spectrain.target import TargetModel, fingerprint
 from spectrain.training.data import FeatureRows, RowData, TokenRows
+from spectrain.training.runs import RunFolder
 from spectrain.training.served import HiddenStates, ServedRows, key
 from spectrain.training.served_vllm import VllmStates
 from spectrain.training.strategies import planned_ranks, precision_of, uses_gpu
@@ -52,15 +52,13 @@ LEAST_CONTEXTS = 16  # with fewer, an interval says nothing
 class Online(config_training.Online):
     """The frozen models run inside the training step."""
 
-    def drafter_rows(
-        self, config: Train, target: TargetModel, layers: tuple[int, ...] = (), asked: Train | None = None
-    ) -> RowData:
+    def drafter_rows(self, run: RunFolder, target: TargetModel, layers: tuple[int, ...] = ()) -> RowData:
         """The corpus, packed into rows.
 
         What was not asked of options is changed where the text is too little for it.
         """
         check_row_tokens(self.row_tokens, target)
-        asked = asked or config
+        config, asked = run.config, run.asked or run.config
         rows, changed = self._rows_that_fit(config, target, asked)
         n_rows, row_tokens = len(rows.train), rows.train.tokens.shape[1]
         log.info("%d training rows and %d held-out rows of %d tokens", n_rows, len(rows.held_out), row_tokens)
@@ -107,10 +105,9 @@ class Online(config_training.Online):
 class Offline(config_training.Offline):
     """The outputs of the frozen models were stored beforehand, by data_prep.activations or data_prep.acceptance."""
 
-    def drafter_rows(
-        self, config: Train, target: TargetModel, layers: tuple[int, ...], asked: Train | None = None
-    ) -> RowData:
+    def drafter_rows(self, run: RunFolder, target: TargetModel, layers: tuple[int, ...]) -> RowData:
         """The rows of a store of activations."""
+        config = run.config
         store, trainer = self._open_features(target, layers, config.target.path), config.trainer
         warn_of_rounding(str(store.folder), "trainer.precision", store.manifest.precision, precision_of(trainer))
         longest = max(config.tau.context_tokens)
@@ -165,12 +162,10 @@ def check_row_tokens(row_tokens: int, target: TargetModel) -> None:
 class Served(config_training.Served, Online):
     """The rows are those of data=online. Another process computes what its target says of them."""
 
-    def drafter_rows(
-        self, config: Train, target: TargetModel, layers: tuple[int, ...] = (), asked: Train | None = None
-    ) -> RowData:
+    def drafter_rows(self, run: RunFolder, target: TargetModel, layers: tuple[int, ...] = ()) -> RowData:
         asks_vllm = self.address.startswith("http://")
-        server = self._vllm(config, target, layers) if asks_vllm else self._server(config, target)
-        data = super().drafter_rows(config, target, layers, asked)
+        server = self._vllm(run.config, target, layers) if asks_vllm else self._server(run.config, target)
+        data = super().drafter_rows(run, target, layers)
         data.train, data.held_out = (
             ServedRows(**vars(rows), server=server, layers=layers) for rows in (data.train, data.held_out)
         )

@@ -35,7 +35,7 @@ class TargetExperiment(Experiment):
         self.run.begin()
         tokenizer = self._tokenizer()
         model = self._new(tokenizer)
-        rows = self.data.drafter_rows(self.config, TargetModel(model, tokenizer), asked=self.run.asked)
+        rows = self.data.drafter_rows(self.run, TargetModel(model, tokenizer))
         return Parts(LanguageModelTraining(model, self.own.optimizer), rows)
 
     def save(self, folder: Path, weights: dict[str, Tensor]) -> None:

@@ -106,7 +106,7 @@ class VanillaExperiment(Experiment):
     exports, drafts = "vanilla", True
 
     def prepare(self) -> Parts:
-        return Parts(self.blank(), self.data.drafter_rows(self.config, self.target, (), self.run.asked))
+        return Parts(self.blank(), self.data.drafter_rows(self.run, self.target, ()))
 
     def blank(self) -> LanguageModelTraining:
         return LanguageModelTraining(self.new(), self.own.optimizer, self.target)

@@ -294,9 +294,9 @@ def test_a_small_corpus_makes_shorter_rows_and_holds_more_of_them_out(shared, tm
     asked = options_of("train", composed("train", "+exp=spire", f"corpus={tmp_path}", "trainer.devices=2"))
     run = RunFolder(tmp_path / "run", settled(asked), "id", asked=asked)
     config, target = run.config, load_target(shared / "target")
-    found = Online(**vars(config.data)).drafter_rows(config, target, (), run.asked)
+    found = Online(**vars(config.data)).drafter_rows(run, target)
     with pytest.raises(UserError, match="no held-out row of 256 tokens"):
-        Online(**vars(config.data)).drafter_rows(config, target)  # if all was asked for
+        Online(**vars(config.data)).drafter_rows(replace(run, asked=None), target)  # if all was asked for
     run.change(found.changed)
     row_tokens = config.data.row_tokens
     assert (row_tokens, config.corpus.held_out_share) == (64, 0.2)
