@@ -74,10 +74,9 @@ def of_run(options: Export) -> tuple[Path, Callable[..., None]]:
         raise UserError(f"out={out} lies inside the run {run.path}; give a folder outside of it")
     refuse_existing(out)
     if options.export_dtype is not None:
-        own = run.config.own
-        if not hasattr(own, "export_dtype"):
+        if not hasattr(run.config.own, "export_dtype"):
             raise UserError(f"export_dtype={options.export_dtype} is no option of {run.path}; remove it")
-        run = replace(run, config=replace(run.config, own=replace(own, export_dtype=options.export_dtype)))
+        run.config.own.export_dtype = options.export_dtype
     experiment = open_experiment(
         run, partial(open_target, replace(run.config.target, parallel="none", tp=None), "cpu", has_blocks=False)
     )

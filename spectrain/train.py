@@ -170,9 +170,8 @@ class Measurement:
         self.settings = tau_settings(experiment.config, self.target)
         self.others: dict[str, Drafter] = {"autoregressive": Autoregressive()}
         if options.vanilla:
-            self.others["speculative"] = build_speculative(
-                self.target, options.vanilla, getattr(options.own, "k", None)
-            )
+            gamma = getattr(options.own, "k", None)
+            self.others["speculative"] = build_speculative(self.target, options.vanilla, gamma)
 
     def of(self, weights: dict[str, Tensor]) -> dict:
         """Measure the weights, on contexts that validation does not see where there are any.

@@ -11,7 +11,6 @@ import typing
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import field
 from itertools import chain
-from operator import attrgetter
 from typing import Any, NamedTuple, TypeVar
 
 from omegaconf import MISSING, OmegaConf
@@ -190,12 +189,6 @@ def at(values: object, name: str) -> object:
     for part in filter(None, name.split(".")):
         values = values.get(part) if isinstance(values, Mapping) else values
     return values
-
-
-def put(options: object, name: str, value: object) -> None:
-    """Change the option of a dotted name."""
-    groups, _, last = name.rpartition(".")
-    setattr(attrgetter(groups)(options) if groups else options, last, value)
 
 
 def flat(values: Mapping, prefix: str = "") -> Iterator[tuple[str, object]]:

@@ -213,11 +213,7 @@ def _build_auto(asked: Sequence[str], target: TargetModel, artifacts: Mapping[st
 
 
 def build_methods(
-    methods: Mapping[str, DictConfig],
-    given: Mapping[str, str],
-    target: TargetModel,
-    may_lack: bool,
-    by_baselines: Collection[str] = (),
+    methods: Mapping[str, DictConfig], given: Mapping, target: TargetModel, may_lack: bool, by_baselines: Sequence = ()
 ) -> tuple[dict[str, Drafter], dict[str, str]]:
     """Build the methods of `method_configs` with the artifacts that the user gave, by kind; see `check_taken`.
 

@@ -24,6 +24,7 @@ import uuid
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
+from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
@@ -32,7 +33,7 @@ from omegaconf import OmegaConf
 from torch import Tensor
 
 from spectrain.config import TYPED_COMMAND, training_of
-from spectrain.config.fields import plain, put, read
+from spectrain.config.fields import plain, read
 from spectrain.config.training import Train
 from spectrain.errors import FinishedRun, UserError
 from spectrain.stores.files import read_json, read_yaml, strict, write_json
@@ -73,8 +74,8 @@ class RunFolder:
         """Keep other processes out of the folder of this config, on rank zero, and find the run that may begin there.
 
         `config` has `kind`, `run_dir` (None: named by the hash), `fresh`, and what is run. `settle` returns it with
-        values for what it leaves to the machine. A run is named by what was asked, and what its first
-        start has settled stays as it is when it goes on elsewhere.
+        values for what it leaves to the machine. A run is named by what was asked, and what its first start has settled
+        stays as it is when it goes on elsewhere.
 
         Raises UserError where another process is at work there, and as `find` does.
         """
@@ -125,7 +126,8 @@ class RunFolder:
     def change(self, options: Mapping[str, object]) -> None:
         """Change options by dotted name to what the run's data has decided."""
         for name, value in options.items():
-            put(self.config, name, value)
+            group, _, option = name.rpartition(".")
+            setattr(attrgetter(group)(self.config), option, value)
         if options and rank_zero_only.rank == 0 and self.facts().get("id") == self.id:  # it has begun
             OmegaConf.save(OmegaConf.create(plain(self.config)), self.path / CONFIG)
 
