@@ -9,6 +9,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from omegaconf import OmegaConf
 
 from spectrain.config import plain
 from spectrain.errors import LostRankError, UserError
@@ -103,6 +104,16 @@ def test_options_that_came_later_leave_runs_of_earlier_versions_as_they_were(tmp
         assert run.resumes
         assert run.config.own.optimizer.final_share == 0.0
         assert (run.config.own.shifted_blocks, run.config.own.own_key) == (True, True)
+
+
+def test_the_config_of_an_earlier_version_lacks_options_and_has_others(tmp_path):
+    run = find(tmp_path)
+    run.begin()
+    earlier = plain(run.config) | {"gone": 1}
+    earlier["tau"] |= {"gone": 2}
+    del earlier["trainer"]["compile"], earlier["workload"], earlier["optimizer"]["final_share"]
+    OmegaConf.save(OmegaConf.create(earlier), run.path / "config.yaml")
+    assert RunFolder.open(run.path).config == run.config
 
 
 def test_a_training_may_go_on_elsewhere_but_a_measurement_may_not():
