@@ -56,7 +56,7 @@ def plain(options: object) -> dict[str, Any]:
 def _flat(pairs: Iterable[tuple[str, Any]]) -> dict[str, Any]:
     """Put the options of an experiment (`own`), and those of Lightning (`more`), beside those that all share."""
     values = dict(pairs)
-    inner = (values.pop("own", None) or {}) | values.pop("more", {})
+    inner = values.pop("own", {}) | values.pop("more", {})
     return values | {name: value for name, value in inner.items() if name not in values}
 
 

@@ -158,7 +158,7 @@ class Train:
     select: Select = group(Select)
     vanilla: str | None = option(None, "folder of a vanilla drafter that is measured for comparison", path=True)
     tau: Tau = group(Tau)
-    own: Any = None  # the experiment's options, an object of a class below; what it shares with others stands above
+    own: Any = group(dict)  # the experiment's options, an object of a class below; those of all trainings stand above
 
 
 @dataclass
