@@ -26,7 +26,6 @@ from data_prep.labels import Labelling, LabelParts
 from data_prep.pipeline import Build, decided, hashed_config, launch, rank_device, store_path
 from data_prep.progress import show_facts, speed
 from spectrain.cli import interruptible, open_target
-from spectrain.config import plain
 from spectrain.config.commands import Acceptance
 from spectrain.decoding import Sampling
 from spectrain.errors import UserError
@@ -101,7 +100,7 @@ def describe(
 ) -> AcceptanceManifest:
     """Return the manifest of the store, with all that was left open resolved, and without counts."""
     rollout_tokens, drawn = drafter.states.block_tokens, sampling.distribution()
-    config = hashed_config(plain(options), NOT_HASHED)
+    config = hashed_config(options, NOT_HASHED)
     resolved = {"responses": responses, "drafter": drafter.facts.path, "sampling": drawn}
     return AcceptanceManifest(
         target=options.target.path,
@@ -140,4 +139,4 @@ def show(out: Path, tokens_per_s: float | None) -> None:
     }
     show_facts("acceptance labels", facts)
     stored = {"data": "offline", "data.path": out, "drafter": drafter["path"]}
-    say_next("train", {"+exp": "specdecpp", **stored, "target": manifest.config["target"]["path"]})
+    say_next("train", {"+exp": "specdecpp", **stored, "target": manifest.target})

@@ -28,7 +28,6 @@ from data_prep.pipeline import Build, decided, hashed_config, launch, rank_devic
 from data_prep.progress import show_facts, speed
 from data_prep.states_server import StatesServer, listen_at
 from spectrain.cli import interruptible, open_target
-from spectrain.config import plain
 from spectrain.config.commands import Activations
 from spectrain.config.training import SUGGESTED
 from spectrain.data.packing import Packed
@@ -55,7 +54,7 @@ def main(options: Activations) -> None:
         target = capturing_target(options, open_target(options.target, rank_device(fabric)))
         options.precision = fast_precision(options.precision, target.device.type)
         packed = decided(fabric, partial(read_rows, options, target))
-        config = hashed_config(plain(options), NOT_HASHED)
+        config = hashed_config(options, NOT_HASHED)
         config |= {"layers": list(target.capture_layers)}
         facts = {"target": options.target.path, "config": config, "corpus": options.corpus.name}
         parts = ShardParts(
@@ -128,4 +127,4 @@ def show(out: Path, tokens_per_s: float | None) -> None:
     show_facts("activations", facts)
     row_tokens = None if manifest.row_tokens == ROW_TOKENS else manifest.row_tokens
     stored = {"data": "offline", "data.path": out, "data.row_tokens": row_tokens}
-    say_next("train", {"+exp": SUGGESTED, **stored, "target": manifest.config["target"]["path"]})
+    say_next("train", {"+exp": SUGGESTED, **stored, "target": manifest.target})

@@ -29,8 +29,8 @@ from data_prep.pipeline import Build, decided, hashed_config, launch, rank_devic
 from data_prep.progress import show_facts
 from data_prep.select import Scoring, Selection, read_scores
 from spectrain.cli import interruptible, open_target
-from spectrain.config import plain
-from spectrain.config.commands import Corpus, Datastore
+from spectrain.config.commands import Datastore
+from spectrain.config.groups import Corpus
 from spectrain.data.prompts import question_ids, read_prompts
 from spectrain.data.texts import responses_of
 from spectrain.decoding import generate
@@ -64,7 +64,7 @@ def main(options: Datastore) -> None:
         raise UserError(f"{given[0]} has all perplexities, so {given[1]} says nothing; remove one of them")
     if options.model is not None and options.base_url is None:
         raise UserError(f"model={options.model} is a name on a server; give base_url=http://host:port, or remove it")
-    config = hashed_config(plain(options), NOT_HASHED)
+    config = hashed_config(options, NOT_HASHED)
     scored_config = {key: value for key, value in config.items() if key not in CHOICE} | EARLIER
     out = store_path(options.out, "datastore", scored_config)
     with interruptible("to resume"):

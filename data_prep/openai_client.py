@@ -28,7 +28,7 @@ from pydantic import BaseModel, Field, ValidationError
 
 from data_prep.answers import Answer, Answering, Answers, Prompt
 from data_prep.pipeline import decided
-from spectrain.config.commands import Server
+from spectrain.config.groups import Server
 from spectrain.errors import UserError
 from spectrain.target import TargetModel
 

@@ -33,6 +33,7 @@ from lightning.fabric.strategies import DDPStrategy
 from rich.filesize import decimal
 
 from data_prep.progress import Advance, token_progress
+from spectrain.config import plain
 from spectrain.errors import UserError
 from spectrain.stores.files import free_bytes, json_line, parse_json, read_json, real_path, rename, to_disk, write_json
 from spectrain.stores.folder import MANIFEST, digest, kind_of, locked
@@ -94,10 +95,10 @@ def decided(fabric: Fabric, decide: Callable[[], T]) -> T:
     return answer
 
 
-def hashed_config(config: dict, not_hashed: Sequence[str]) -> dict:
-    """Return the options of a command that its store depends on."""
-    target = {key: value for key, value in config["target"].items() if key not in NOT_HASHED_OF_TARGET}
-    return {key: value for key, value in config.items() if key not in not_hashed} | {"target": target}
+def hashed_config(options: object, not_hashed: Sequence[str]) -> dict:
+    """Return the options of a command that its store depends on, as plain values."""
+    target = {key: value for key, value in plain(options.target).items() if key not in NOT_HASHED_OF_TARGET}
+    return {key: value for key, value in plain(options).items() if key not in not_hashed} | {"target": target}
 
 
 def store_path(out: str | None, kind: str, named_by: dict) -> Path:

@@ -26,7 +26,6 @@ from data_prep.openai_client import found_server
 from data_prep.pipeline import Build, hashed_config, launch, rank_device, store_path
 from data_prep.progress import show_facts, speed
 from spectrain.cli import interruptible, open_target
-from spectrain.config import plain
 from spectrain.config.commands import Responses
 from spectrain.config.training import SUGGESTED
 from spectrain.data.overlap import found_in, question_runs
@@ -60,7 +59,7 @@ def main(options: Responses) -> None:
     answering = check_answering(options)
     if options.fresh and options.finish_early:
         raise UserError("fresh=true begins anew, and finish_early=true keeps what was answered; give one of them")
-    config = hashed_config(plain(options), NOT_HASHED)
+    config = hashed_config(options, NOT_HASHED)
     config["stop_strings"] = config.pop("stop")  # as stores and the names of their folders have it
     out = store_path(options.out, "responses", config)
     questions = read_questions(options.prompts, options.limit)
@@ -104,7 +103,7 @@ def prompt_parts(options: Responses, build: Build, questions: list[Question], an
     if server:
         source = partial(server.answer, target=target, answering=answering)
     else:
-        method = build_configured(options, target, answering.sampling)
+        method = build_configured(options, target, answering.sampling, options.verification)
         decode = partial(stream, target, method, verification=options.verification, **vars(answering))
         source = partial(answer_in_loop, decode=decode, batch_size=options.batch_size)
     manifest = ResponseManifest(
@@ -148,5 +147,4 @@ def show(out: Path, tokens_per_s: float | None) -> None:
         "speed": speed(tokens_per_s),
     }
     show_facts("responses", facts)
-    target = store.manifest.config["target"]["path"]
-    say_next("train", {"+exp": SUGGESTED, "corpus": f"responses:{out}", "target": target})
+    say_next("train", {"+exp": SUGGESTED, "corpus": f"responses:{out}", "target": store.manifest.target})

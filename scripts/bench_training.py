@@ -42,6 +42,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
 from itertools import islice
 from pathlib import Path
@@ -53,9 +54,8 @@ from transformers import LlamaForCausalLM
 
 from spectrain import cli
 from spectrain.cli import composed, open_target
-from spectrain.config import options_of, plain
-from spectrain.config.commands import Corpus
-from spectrain.config.training import Optimizer
+from spectrain.config import options_of
+from spectrain.config.groups import Corpus
 from spectrain.data import row_cache
 from spectrain.data.chat_tokens import ChatRenderer
 from spectrain.data.row_cache import corpus_rows
@@ -225,15 +225,14 @@ def planned_and_measured(overrides: Sequence[str]) -> tuple[float, ...]:
 
     Behind them stand the microseconds of the processor that a token takes in the target, and in all else.
     """
-    options = plain(options_of("train", composed("train", *overrides)))
-    config = settled(options)
+    config = settled(options_of("train", composed("train", *overrides)))
     plan, _ = plan_for(config)
     run = RunFolder(Path(), config, "measured")
-    module = open_experiment(run, partial(open_target, run.target, "cpu")).blank()
-    optimizer = build_optimizer(module.named_parameters(), Optimizer(**config["optimizer"] | {"lr": 1e-9}))
-    if config["trainer"]["activation_checkpointing"]:
+    module = open_experiment(run, partial(open_target, config.target, "cpu")).blank()
+    optimizer = build_optimizer(module.named_parameters(), replace(config.own.optimizer, lr=1e-9))
+    if config.trainer.activation_checkpointing:
         module.recompute_activations()
-    half = torch.autocast("cpu", torch.bfloat16, enabled=config["trainer"]["precision"] == "bf16-mixed")
+    half = torch.autocast("cpu", torch.bfloat16, enabled=config.trainer.precision == "bf16-mixed")
 
     of_target, features = [], module.target.features
 
@@ -255,7 +254,7 @@ def planned_and_measured(overrides: Sequence[str]) -> tuple[float, ...]:
     step(1, 64)  # compiles, starts threads, makes the optimizer's state
     Path("/proc/self/clear_refs").write_text("5")
     before = resident_peak_bytes()
-    n_rows, row_tokens, seconds = config["data"]["batch_size"], config["data"]["row_tokens"], []
+    n_rows, row_tokens, seconds = config.data.batch_size, config.data.row_tokens, []
     for _ in range(2):
         start = time.process_time()
         step(n_rows, row_tokens)
@@ -348,15 +347,15 @@ def timed_steps(overrides: Sequence[str]) -> tuple[float, float, int]:
 
     Returns tokens/s, tokens per second of this process's own time, and its largest resident set in bytes (Linux).
     """
-    config = settled(plain(options_of("train", composed("train", *overrides))))
+    config = settled(options_of("train", composed("train", *overrides)))
     run = RunFolder(Path(), config, "measured")
     has_blocks = experiment_type(config).needs_blocks(config)
-    parts = open_experiment(run, partial(open_target, run.target, "cpu", has_blocks)).prepare()
+    parts = open_experiment(run, partial(open_target, config.target, "cpu", has_blocks)).prepare()
     module, rows, clocks, starts = parts.module, parts.data.train, (time.perf_counter, time.process_time), []
     module.begin(rows)
-    optimizer = build_optimizer(module.named_parameters(), Optimizer(**config["optimizer"] | {"lr": 1e-9}))
-    half = torch.autocast("cpu", torch.bfloat16, enabled=config["trainer"]["precision"] == "bf16-mixed")
-    loader = SeededLoader(rows.__getitem__, len(rows), config["data"]["batch_size"], config["seed"])
+    optimizer = build_optimizer(module.named_parameters(), replace(config.own.optimizer, lr=1e-9))
+    half = torch.autocast("cpu", torch.bfloat16, enabled=config.trainer.precision == "bf16-mixed")
+    loader = SeededLoader(rows.__getitem__, len(rows), config.data.batch_size, config.seed)
     for number, batch in enumerate(islice(loader, WARM_UP + TIMED_STEPS)):
         starts = [clock() for clock in clocks] if number == WARM_UP else starts
         with half:

@@ -90,7 +90,7 @@ def measure(
     prompt_ids = partial(question_ids, target.tokenizer, chat=options.chat)
     prompt_ids(asked[0], [])  # a wrong chat= is refused before anything is measured
     with stage("opening the methods"):
-        drafters, skipped = registry.build_methods(options, methods, target, sampling)
+        drafters, skipped = built(options, methods, target, sampling)
     baselines = build_baselines(options, target, drafters)
     penalty = getattr(target.model.generation_config, "repetition_penalty", None)
     if penalty not in (None, 1.0):  # every method must sample from the same distribution
@@ -158,7 +158,7 @@ def recommend(options: Bench, sampling: Sampling) -> None:
     methods = configured(named) | {AUTO: registry.method_config(AUTO, options.max_nodes)}
     methods = {name: one for name, one in methods.items() if options.methods or name in fastest_known()}
     with stage("opening the methods"):
-        drafters, skipped = registry.build_methods(named, methods, target, sampling)
+        drafters, skipped = built(named, methods, target, sampling)
     halvings = halve(options, target, drafters, asked, sampling, ends)
     if not target.leads:
         return
@@ -263,9 +263,9 @@ def batch_sizes(options: Bench) -> list[int]:
 
 def costs_on_gpu(target: TargetModel, drafter: Drafter, rows: Sequence[QuestionRow]) -> dict[str, float | None]:
     """Compute what steps of a method read, and how near they come to the limit of the GPU."""
-    hardware = hardware_named(torch.cuda.get_device_name(target.device)) or {}
+    hardware = hardware_named(torch.cuda.get_device_name(target.device))
     own = weight_bytes(target), weight_bytes(drafter), target.token_bytes
-    return step_costs(rows, *own, hardware.get("bytes_per_s"))
+    return step_costs(rows, *own, hardware and hardware.bytes_per_s)
 
 
 def seen_before(asked: Sequence[Question], target: TargetModel, drafters: Iterable[Drafter]) -> dict[str, list[str]]:
@@ -302,17 +302,27 @@ def check(options: Bench) -> None:
             raise UserError(f"peers decode one prompt at a time, not batch_size={size}; give batch_size=1")
     if options.peers and options.max_length is not None:
         raise UserError(f"peers know no max_length={options.max_length}; leave it out and give max_new_tokens")
-    if options.method is not None and not registry.takes_all(options):
+    if options.method is not None and not registry.takes_all(options.methods):
         raise UserError("method= measures one method with its options, methods= several; give one of them")
 
 
 def configured(options: Bench) -> dict[str, DictConfig]:
     """Return the methods that are measured, with their options, by name; plain decoding is always the first."""
     if options.method is None:
-        return registry.method_configs(options, reserved=BASELINES)
+        return registry.method_configs(options.methods, options.variants, options.max_nodes, BASELINES)
     name = HydraConfig.get().runtime.choices["method"]
     plain = registry.method_config(registry.BASELINE)
     return {registry.BASELINE: plain, name: registry.with_nodes(OmegaConf.create(options.method), options.max_nodes)}
+
+
+def built(
+    options: Bench, methods: Mapping[str, DictConfig], target: TargetModel, sampling: Sampling
+) -> tuple[dict[str, Drafter], dict[str, str]]:
+    """Build the methods that are measured, see `registry.build_methods`."""
+    given = given_artifacts(options.drafter, options.head, options.datastore)
+    may_lack = options.method is None and registry.takes_all(options.methods)
+    drafters, skipped = registry.build_methods(methods, given, target, may_lack, ["vanilla"] if options.peers else [])
+    return {name: registry.warned(one, sampling, options.verification) for name, one in drafters.items()}, skipped
 
 
 def build_baselines(

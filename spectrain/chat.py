@@ -116,8 +116,8 @@ class Conversation:
 
     def __init__(self, console: Console, options: Chat, target: TargetModel, drafter: Drafter) -> None:
         self.console, self.target, self.draws = console, target, options.sampling.draws
-        self.options: Options = {"max_new_tokens": options.max_new_tokens, "seed": options.seed}
-        self.options |= Sampling(**vars(options.sampling)).distribution()
+        self.max_new_tokens = options.max_new_tokens
+        self.options: Options = {"seed": options.seed, **Sampling(**vars(options.sampling)).distribution()}
         self.says_first = options.system or ""
         self.new()
         self.llm = self._opened(drafter)
@@ -223,12 +223,12 @@ class Conversation:
 
     def _options(self, ids: list[int]) -> Options:
         room = max(1, self.llm.max_length - len(ids))
-        return {**self.options, "max_new_tokens": min(self.options["max_new_tokens"], room)}
+        return {**self.options, "max_new_tokens": min(self.max_new_tokens, room)}
 
     def _ids(self, turns: list[str]) -> list[int]:
         """Return the token ids of the conversation. Its first turns are left out where they no longer fit."""
         most, first = self.llm.max_length, self.n_forgotten
-        limit = most - min(self.options["max_new_tokens"], most // 4)
+        limit = most - min(self.max_new_tokens, most // 4)
         while True:
             ids = conversation_ids(self.target.tokenizer, turns[first:], self.replies[first:], system=self.says_first)
             if len(ids) <= limit or first == len(turns) - 1:

@@ -23,7 +23,8 @@ from functools import partial
 from pathlib import Path
 
 from spectrain.cli import open_target
-from spectrain.config.commands import Export, Target
+from spectrain.config.commands import Export
+from spectrain.config.groups import Target
 from spectrain.errors import UserError
 from spectrain.exports.exporting import lookup_export, run_export, write_again, write_export, write_lookup
 from spectrain.models.artifacts import is_export, read_manifest
@@ -73,11 +74,11 @@ def of_run(options: Export) -> tuple[Path, Callable[..., None]]:
         raise UserError(f"out={out} lies inside the run {run.path}; give a folder outside of it")
     refuse_existing(out)
     if options.export_dtype is not None:
-        if "export_dtype" not in run.config:
+        if not hasattr(run.config.own, "export_dtype"):
             raise UserError(f"export_dtype={options.export_dtype} is no option of {run.path}; remove it")
-        run = replace(run, config=run.config | {"export_dtype": options.export_dtype})
+        run.config.own.export_dtype = options.export_dtype
     experiment = open_experiment(
-        run, partial(open_target, replace(run.target, parallel="none", tp=None), "cpu", has_blocks=False)
+        run, partial(open_target, replace(run.config.target, parallel="none", tp=None), "cpu", has_blocks=False)
     )
     if options.attention is not None and about(experiment.exports).engine is None:
         raise UserError(f"attention={options.attention} is no option of {run.path}; remove it")

@@ -46,7 +46,7 @@ def main(options: Generate) -> None:
     sampling = Sampling(**vars(options.sampling))
     target = open_target(options.target, all_ranks=True)
     with stage("opening the method"):
-        drafter = build_configured(options, target, sampling)
+        drafter = build_configured(options, target, sampling, options.verification)
     decode = partial(
         stream,
         target,

@@ -33,7 +33,6 @@ from rich.console import Console
 from torch import Tensor
 
 from spectrain.cli import in_multirun, open_target
-from spectrain.config import plain
 from spectrain.config.training import EXPERIMENTS, SUGGESTED, Train
 from spectrain.decoding import Drafter
 from spectrain.decoding.text import chat_template
@@ -66,11 +65,11 @@ def main(options: Train) -> None:
         raise UserError(f"nothing to train; give {' or '.join(f'+exp={name}' for name in EXPERIMENTS)}")
     if options.plan:
         if rank_zero_only.rank == 0:
-            show_plan(settled(plain(options)))
+            show_plan(settled(options))
         return
-    asked, config = run_of_agent(), plain(options)
+    asked = run_of_agent()
     try:
-        with RunFolder.claim(config, settle=settled) as run:
+        with RunFolder.claim(options, settle=settled) as run:
             if rank_zero_only.rank == 0:
                 with run.export_folder(options.out):  # a folder that cannot be made is refused before the training
                     pass
@@ -79,7 +78,7 @@ def main(options: Train) -> None:
     except FinishedRun:
         if not asked:
             raise
-        run = replace(RunFolder.open(RunFolder.path_of(config)), config=config)
+        run = replace(RunFolder.open(RunFolder.path_of(options)), config=options)
     if asked:
         answer_agent(run, asked)
 
@@ -91,7 +90,7 @@ def train(options: Train, run: RunFolder) -> None:
             show_plan(run.config)
         except Exception as error:  # heads and targets have none, and a plan must not end a training
             log.debug("no plan: %s", error)
-    whole = partial(open_target, run.target, target_device(run.config))
+    whole = partial(open_target, run.config.target, target_device(run.config))
     needs_blocks = experiment_type(run.config).needs_blocks(run.config)
     experiment = open_experiment(run, partial(whole, has_blocks=needs_blocks))
     parts = experiment.prepare()
@@ -120,31 +119,31 @@ def train(options: Train, run: RunFolder) -> None:
 
 def steps_of(run: RunFolder, experiment: Experiment, parts: Parts) -> int:
     """The optimizer steps of a run: with `hours` those that its first steps have led to, once these are done."""
-    if run.config["hours"] and run.config["max_steps"] is None:
+    if run.config.hours and run.config.max_steps is None:
         return run.facts().get("steps", UNKNOWN_STEPS) if run.resumes else UNKNOWN_STEPS
     trained = sum(one.numel() for one in parts.module.parameters() if one.requires_grad)
     return experiment.steps_of(trained, len(parts.data.train))
 
 
-def show_plan(config: dict) -> None:
+def show_plan(config: Train) -> None:
     """Print what a training takes; with plan=true also what its drafter will gain."""
     with stage("planning"):
         plan, machine = plan_for(config)
-    if not config["plan"]:
+    if not config.plan:
         log.info("%s", plan.sentence(machine))
         return
-    check_row_tokens(config["data"]["row_tokens"], meta_target(config["target"]))
+    check_row_tokens(config.data.row_tokens, meta_target(config.target))
     show([("memory of one rank", memory_table(plan, machine))])
     Console().print(f"{plan.sentence(machine)}\n", highlight=False)
-    if about(config["kind"]).by_depth:
+    if about(config.kind).by_depth:
         show([("speedup to expect, and draft length", depth_table(config, machine.peaks))])
     for obstacle in obstacles(config, plan):
         log.warning(obstacle)
 
 
-def obstacles(config: dict, plan: Plan) -> Iterator[str]:
+def obstacles(config: Train, plan: Plan) -> Iterator[str]:
     """Yield what would end this training on this machine, as far as that can be seen before it."""
-    folder = Path(config["target"]["path"])
+    folder = Path(config.target.path)
     if (folder / "tokenizer_config.json").is_file() and (tokenizer := read_tokenizer(folder)).chat_template is not None:
         try:
             chat_template(tokenizer)
@@ -169,7 +168,8 @@ class Measurement:
         self.settings = tau_settings(experiment.config, self.target)
         self.others: dict[str, Drafter] = {"autoregressive": Autoregressive()}
         if options.vanilla:
-            self.others["speculative"] = build_speculative(self.target, options.vanilla, options.own.get("k"))
+            gamma = getattr(options.own, "k", None)
+            self.others["speculative"] = build_speculative(self.target, options.vanilla, gamma)
 
     def of(self, weights: dict[str, Tensor]) -> dict:
         """Measure the weights, on contexts that validation does not see where there are any.
@@ -213,5 +213,5 @@ def finish(options: Train, trainer: Trainer, export: Export, parts: Parts) -> No
         say_next("train", {"+exp": SUGGESTED, "target": out})
     else:
         prompt = PROMPTS[export.experiment.target.tokenizer.chat_template is not None]
-        decoding = {"method": kind.method, kind.option: out, "target": run.target.path, "prompt": prompt}
+        decoding = {"method": kind.method, kind.option: out, "target": run.config.target.path, "prompt": prompt}
         say_next("generate", decoding)

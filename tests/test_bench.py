@@ -19,13 +19,12 @@ from spectrain.data.texts import STDLIB_HELD_OUT, is_held_out
 from spectrain.decoding import Sampling
 from spectrain.errors import UserError
 from spectrain.measure.bandwidth import weight_bytes
-from spectrain.measure.baselines import BASELINES
 from spectrain.measure.benchmark import Benchmark
 from spectrain.measure.questions import STDLIB_CHARACTERS, read_questions
 from spectrain.measure.results import QuestionRow
 from spectrain.methods.folders import artifact_kinds
 from spectrain.methods.pld import PromptLookup
-from spectrain.methods.registry import build_methods, method_config, method_configs, method_names
+from spectrain.methods.registry import method_config, method_names
 from spectrain.stores.folder import locked
 from spectrain.target import TargetModel, load_target
 from tests.conftest import SMALL_TRAINING
@@ -325,8 +324,7 @@ def opened(shared) -> TargetModel:
 def prepare(target: TargetModel, options: Bench) -> None:
     """What the command does before it measures."""
     bench.check(options)
-    methods = method_configs(options, reserved=BASELINES)
-    drafters, _ = build_methods(options, methods, target, Sampling(**vars(options.sampling)))
+    drafters, _ = bench.built(options, bench.configured(options), target, Sampling(**vars(options.sampling)))
     bench.build_baselines(options, target, drafters)
 
 
@@ -336,7 +334,7 @@ def test_all_methods_are_those_that_can_run_whatever_folders_are_given(opened, s
 
     def built(*arguments: str) -> tuple[set[str], dict[str, str]]:
         options = bench_options("methods=all", *arguments)
-        drafters, skipped = build_methods(options, method_configs(options), opened, Sampling())
+        drafters, skipped = bench.built(options, bench.configured(options), opened, Sampling())
         assert drafters.keys() | skipped.keys() == {*method_names()}
         return {*drafters}, skipped
 

@@ -57,7 +57,8 @@ def test_what_the_user_says_wins(command, wanted):
 
 def test_variants_of_a_paper_s_method_begin_with_its_options():
     typed = "paper=spectra", "variants=ablations", "methods=[no_forward]", "max_nodes=30"
-    options = method_configs(options_of("bench", composed("bench", *typed)))["no_forward"]
+    asked = options_of("bench", composed("bench", *typed))
+    options = method_configs(asked.methods, asked.variants, asked.max_nodes)["no_forward"]
     assert (options.forward, options.threshold, options.max_nodes) == (False, 0.9, 30)
 
 

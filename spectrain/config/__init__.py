@@ -7,8 +7,9 @@ turns them into an object of the class before the command works. The options of 
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
 from contextvars import ContextVar
-from dataclasses import asdict, replace
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 
@@ -16,8 +17,8 @@ from hydra.core.config_store import ConfigStore
 from omegaconf import DictConfig, OmegaConf
 
 from spectrain.config import commands, training
-from spectrain.config.commands import Target
 from spectrain.config.fields import described, names_of, path_options, plain, typed
+from spectrain.config.groups import Artifacts, Corpus, Sampling, Target
 
 __all__ = ["COMMANDS", "GROUPS", "Target", "conf_dir", "described", "options_of", "paths_of", "plain", "register"]
 
@@ -61,9 +62,9 @@ PURPOSES = {  # what users want, with the commands for it; `spectrain` lists the
     "prepare targets and data": ("target", "responses", "activations", "acceptance", "datastore"),
 }
 GROUPS = {  # files of groups that are classes
-    ("target", "bundled"): commands.Target,
-    ("sampling", "greedy"): commands.Sampling,
-    ("corpus", "stdlib"): commands.Corpus,
+    ("target", "bundled"): Target,
+    ("sampling", "greedy"): Sampling,
+    ("corpus", "stdlib"): Corpus,
     ("data", "online"): training.Online,
     ("data", "offline"): training.Offline,
     ("data", "served"): training.Served,
@@ -89,22 +90,20 @@ def options_of(command: str, cfg: DictConfig) -> object:
     """Return the options of a command as an object of its class. Raises UserError where a value is wrong."""
     kind, _ = COMMANDS[command]
     values = OmegaConf.to_container(cfg, resolve=True, throw_on_missing=True)
-    if kind is not training.Train:
-        return typed(values, kind)
-    own = {name: values.pop(name) for name in [*values] if name not in names_of(kind)}
-    experiment = training.EXPERIMENTS.get(values["kind"])
+    return training_of(values) if kind is training.Train else typed(values, kind)
+
+
+def training_of(values: Mapping, make: Callable = typed) -> training.Train:
+    """Turn plain values into the options of a training: `typed` checks them, `read` takes those of an earlier one."""
+    shared, experiment = names_of(training.Train), training.EXPERIMENTS.get(values["kind"])
+    own = {name: value for name, value in values.items() if name not in shared}
     if values["experiment"] and experiment:
-        shared = {name: value for name, value in values.items() if name in names_of(experiment)}
-        checked = asdict(typed(own | shared, experiment))
-        own = {name: checked[name] for name in own}
-    trainer = values["trainer"]
-    known = typed(
-        {name: trainer[name] for name in names_of(training.Trainer) if name in trainer}, training.Trainer, "trainer."
-    )
-    values["trainer"] = trainer | {name: value for name, value in asdict(known).items() if name in trainer}
-    data = GROUPS.get(("data", values["data"]["source"]), training.Online)
-    options = typed({name: value for name, value in values.items() if name != "data"}, kind)
-    return replace(options, data=asdict(typed(values["data"], data, "data.")), own=own)
+        own = make(own, experiment)
+    more = {name: value for name, value in values["trainer"].items() if name not in names_of(training.Trainer)}
+    trainer = {name: value for name, value in values["trainer"].items() if name not in more} | {"more": more}
+    data = make(values["data"], GROUPS.get(("data", values["data"]["source"]), training.Online), "data.")
+    known = {name: value for name, value in values.items() if name in shared and name != "data"}
+    return replace(make(known | {"trainer": trainer}, training.Train), data=data, own=own)
 
 
 def module_of(command: str) -> str:
@@ -116,7 +115,7 @@ def paths_of(command: str) -> set[str]:
     """Return the dotted names of a command's options that are paths."""
     kind, groups = COMMANDS[command]
     if kind is not training.Train:
-        of_methods = path_options(commands.Artifacts, "method.") if "method" in groups else set()
+        of_methods = path_options(Artifacts, "method.") if "method" in groups else set()
         return path_options(kind) | of_methods
     of_experiments = (path_options(experiment) for experiment in training.EXPERIMENTS.values())
     return path_options(kind).union(path_options(training.Offline, "data."), *of_experiments)

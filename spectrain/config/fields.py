@@ -8,7 +8,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 import typing
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import field
 from itertools import chain
 from typing import Any, NamedTuple, TypeVar
@@ -49,9 +49,15 @@ def always(value: object) -> Any:
 
 
 def plain(options: object) -> dict[str, Any]:
-    """Return options as plain values, which name a run and stand in its folder."""
-    values = dataclasses.asdict(options)
-    return values | values.pop("own", {})
+    """Return options as plain values, which name a run and stand in its folder; plain ones as they are."""
+    return options if isinstance(options, dict) else dataclasses.asdict(options, dict_factory=_flat)
+
+
+def _flat(pairs: Iterable[tuple[str, Any]]) -> dict[str, Any]:
+    """Put the options of an experiment (`own`), and those of Lightning (`more`), beside those that all share."""
+    values = dict(pairs)
+    inner = values.pop("own", {}) | values.pop("more", {})
+    return values | {name: value for name, value in inner.items() if name not in values}
 
 
 def _fields(kind: type) -> dict[str, tuple[dataclasses.Field, Any]]:
@@ -81,6 +87,16 @@ def typed(values: Mapping, kind: type[Options], prefix: str = "") -> Options:
             near = nearest(value, one.metadata.get("one_of", ()))
             raise UserError(f"{prefix}{name}={shown(value)} must be {words(one, hint)}{near}")
     return options
+
+
+def read(values: Mapping, kind: type[Options], prefix: str = "") -> Options:
+    """Turn plain values that were checked when they were written into an object, as `typed`.
+
+    Options that the class has no more are left out, and those that came later have their defaults.
+    """
+    fields = {name: hint for name, (_, hint) in _fields(kind).items() if name in values}
+    groups = {name: inner for name, hint in fields.items() if (inner := _group_of(hint)) and values[name] is not None}
+    return kind(**{name: read(values[name], groups[name]) if name in groups else values[name] for name in fields})
 
 
 def _group_of(hint: Any) -> type | None:
@@ -173,12 +189,6 @@ def at(values: object, name: str) -> object:
     for part in filter(None, name.split(".")):
         values = values.get(part) if isinstance(values, Mapping) else values
     return values
-
-
-def put(values: dict, name: str, value: object) -> None:
-    """Change the value of a dotted name, whose groups are there."""
-    *groups, last = name.split(".")
-    at(values, ".".join(groups))[last] = value
 
 
 def flat(values: Mapping, prefix: str = "") -> Iterator[tuple[str, object]]:

@@ -13,13 +13,14 @@ from rich.markup import escape
 from rich.table import Table
 from rich.text import Text
 
-from spectrain.config import COMMANDS, GROUPS, PACKAGE, PURPOSES, commands, conf_dir, module_of, papers, training
+from spectrain.config import COMMANDS, GROUPS, PACKAGE, PURPOSES, conf_dir, module_of, papers, training
 from spectrain.config.fields import described, groups_of
+from spectrain.config.groups import Sampling
 
 MOST_COLUMNS = 120  # of a line that is still read easily
 NO_SENTENCE = re.compile(r"# (python -m |@package )")  # a comment that says nothing of its file
 OPTION = re.compile(r"(\w+):(?: ([^#]*?))?(?: +# (.*))?$")  # in a yaml, with its comment
-UNTYPED = {"sampling": commands.Sampling, "data": training.Data, "trainer": training.Trainer}  # groups of plain values
+UNTYPED = {"sampling": Sampling, "data": training.Data}  # groups of plain values
 TITLES = {  # of groups that have no class
     "method": "How tokens are drafted (docs/choosing.md). method=spire --help also lists the options of that one.",
     "variants": "Methods with other options, measured under names of their own.",

@@ -10,8 +10,8 @@ from typing import Any
 
 from omegaconf import MISSING
 
-from spectrain.config.commands import SEED, Corpus, Hardware, Target
 from spectrain.config.fields import always, group, option
+from spectrain.config.groups import SEED, Corpus, Hardware, Target
 
 
 @dataclass
@@ -77,6 +77,11 @@ class Optimizer:
 class Trainer:
     """Arguments of lightning.Trainer, of which these are checked here."""
 
+    _target_: str = "lightning.Trainer"
+    devices: Any = "auto"
+    strategy: Any = "auto"
+    precision: Any = "auto"
+    more: dict[str, Any] = group(dict)  # the others
     accelerator: str = option("auto", "auto | cpu | gpu")
     num_nodes: int = option(1, "machines", least=1)
     gradient_clip_val: float | None = option(1.0, "largest norm of the gradient [seqax: 1]", above=0)
@@ -133,7 +138,7 @@ class Train:
     target: Target = group(Target)
     corpus: Corpus = group(Corpus)
     data: Any = None
-    trainer: dict[str, Any] = group(dict)
+    trainer: Trainer = group(Trainer)
     logger: dict[str, Any] = group(dict)
     sampling: dict[str, Any] | None = option(
         None, "of +exp=specdecpp: how labels are warped; null: as the responses were drawn"
@@ -153,7 +158,7 @@ class Train:
     select: Select = group(Select)
     vanilla: str | None = option(None, "folder of a vanilla drafter that is measured for comparison", path=True)
     tau: Tau = group(Tau)
-    own: dict[str, Any] = group(dict)  # the options of the experiment alone
+    own: Any = group(dict)  # the experiment's options, an object of a class below; those of all trainings stand above
 
 
 @dataclass

@@ -21,7 +21,7 @@ from huggingface_hub import HfApi
 from huggingface_hub.constants import HF_HOME
 from transformers import PreTrainedTokenizerBase
 
-from spectrain.config.commands import Corpus
+from spectrain.config.groups import Corpus
 from spectrain.data.chats import Tally
 from spectrain.data.overlap import question_runs
 from spectrain.data.packing import Packed, open_packed, pack

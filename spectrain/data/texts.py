@@ -23,7 +23,7 @@ import numpy as np
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
-from spectrain.config.commands import Corpus
+from spectrain.config.groups import Corpus
 from spectrain.data.chats import Broken, Chat, Row, Tally, plain_text, read_row
 from spectrain.data.tabular_files import LINES, Rows, file_rows, hub_rows, is_saved, opened, saved_rows, suffix_of
 from spectrain.errors import UserError

@@ -32,7 +32,7 @@ def trained_card(
     kind: str,
     folder: str,
     target: tuple[str, str],
-    config: Mapping,
+    config: Train,
     trained: Mapping,
     attempts: Sequence[Mapping],
     engine: str = NO_ENGINE,
@@ -48,21 +48,20 @@ def trained_card(
         attempts: of run.json: code, versions, devices.
         engine: how another engine runs a drafter or head that is no Hugging Face model; see `vllm_use`.
     """
-    data = config.get("data") or {}
     taus = {name: row for name, row in (trained.get("tau") or {}).items() if name != "autoregressive"}
-    shared = {"seed": config.get("seed"), "optimizer": config.get("optimizer"), "batch_size": data.get("batch_size")}
-    shared["precision"] = (config.get("trainer") or {}).get("precision")
-    options = {name: config[name] for name in config if name not in (*names_of(Train), *NOT_SHOWN)} | shared
-    if "init" in options:
-        options["init"] = _published(options["init"])
+    hidden, data = (*names_of(Train), *NOT_SHOWN), config.data
+    options = {name: value for name, value in vars(config.own).items() if name not in hidden}
+    options |= {"init": _published(options["init"])} if "init" in options else {}
+    options |= {"seed": config.seed, "optimizer": vars(config.own.optimizer), "batch_size": data.batch_size}
+    options |= {"precision": config.trainer.precision}
     return _card(
         "drafter",
         kind,
         folder,
         target,
-        config=config,
+        own=config.own,
         data=data,
-        corpus=(config.get("corpus") or {}) | {"path": _places(config)},
+        corpus=vars(config.corpus) | {"path": _places(config.corpus.path)},
         trained=trained,
         taus={name: {s: interval(one, 2) for s, one in row.items()} for name, row in taus.items()},
         settings=list(next(iter(taus.values()), {})),
@@ -105,15 +104,14 @@ def lookup_card(folder: str, target: tuple[str, str], method: str, options: Mapp
         method=method,
         sources=["the text itself"] * bool(reads_text) + stored,
         store=store,
-        corpus=PurePath(_places(store.get("built_from", {}))).name,
+        corpus=PurePath(_places((store.get("built_from", {}).get("corpus") or {}).get("path"))).name,
         options={name: value for name, value in options.items() if value is not None},
         corpus_limit=math.ceil(store.get("tokens", 0) * CORPUS_MARGIN / 1000) * 1000,
     )
 
 
-def _places(config: Mapping) -> str:
-    """The paths of a config's corpus, with colons between them; empty: the standard library."""
-    path = (config.get("corpus") or {}).get("path") or []
+def _places(path: str | Sequence[str | None] | None) -> str:
+    """The paths of a corpus, with colons between them; empty: the standard library."""
     return ":".join(place or "" for place in (path if isinstance(path, list) else [path]))
 
 

@@ -10,7 +10,7 @@ import json
 import logging
 import re
 import shutil
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
@@ -18,6 +18,7 @@ from pathlib import Path
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
+from spectrain.config.training import Train
 from spectrain.data.overlap import TRAINED_ON
 from spectrain.errors import UserError
 from spectrain.exports.cards import NO_ENGINE, TEMPLATES, lookup_card, trained_card
@@ -92,11 +93,11 @@ def trained_facts(run: RunFolder, step: int) -> dict:
     return {"steps": step, **tokens, **facts, "finished": bool(result)}
 
 
-def tokens_of(config: Mapping, steps: int, row_lengths: Sequence[int] | None = None) -> int:
+def tokens_of(config: Train, steps: int, row_lengths: Sequence[int] | None = None) -> int:
     """Tokens that a training saw in this many steps, about, where rows have the given lengths; None: `row_tokens`."""
-    data = config["data"]
-    rows = steps * config["trainer"]["accumulate_grad_batches"] * data["batch_size"]
-    return round(rows * (data["row_tokens"] if row_lengths is None else sum(row_lengths) / len(row_lengths)))
+    data = config.data
+    rows = steps * config.trainer.accumulate_grad_batches * data.batch_size
+    return round(rows * (data.row_tokens if row_lengths is None else sum(row_lengths) / len(row_lengths)))
 
 
 def write_export(folder: Path, out: Path, export: Export) -> None:
@@ -108,7 +109,7 @@ def write_export(folder: Path, out: Path, export: Export) -> None:
         shutil.copyfile(run.path / TRAINED_ON, folder / TRAINED_ON)
     about_target, engine = ("", ""), NO_ENGINE
     if target is not None:
-        path, tokenizer = str(run.config["target"]["path"]), target.tokenizer
+        path, tokenizer = str(run.config.target.path), target.tokenizer
         tokenizer.save_pretrained(folder)
         prints = fingerprint(target.model, tokenizer), tokenizer_fingerprint(tokenizer)
         write_manifest(folder, trained_artifact(kind, path, prints[0], trained, prints[1]))

@@ -16,6 +16,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from spectrain.config.training import Train
 from spectrain.measure.results import CONTEXTS, DID_NOT_DRAFT, LONGER
 from spectrain.methods.registry import BASELINE
 from spectrain.planning.cost import Hardware, speedup_by_depth, tau_of_depth
@@ -313,15 +314,15 @@ def memory_table(plan: Plan, machine: Machine) -> DataFrame:
     return table_of(rows)
 
 
-def depth_table(config: Mapping, hardware: Hardware) -> DataFrame:
+def depth_table(config: Train, hardware: Hardware) -> DataFrame:
     """Make a table of the speedup that SPIRe drafters of several depths promise, with their draft lengths."""
-    workload = config["workload"]
+    workload = config.workload
     rows = []
     for n_layer, (speedups, lengths) in speedup_by_depth(config, hardware).items():
-        chosen = " (chosen)" if n_layer == config["n_layer"] else ""
+        chosen = " (chosen)" if n_layer == config.own.n_layer else ""
         row = {"blocks": f"{n_layer}{chosen}", "tau of 4": fixed(tau_of_depth(n_layer), 2)}
-        for i, batch in enumerate(workload["batch"]):
-            for j, context in enumerate(workload["context_tokens"]):
+        for i, batch in enumerate(workload.batch):
+            for j, context in enumerate(workload.context_tokens):
                 row[f"batch {batch}, {context:,} tokens"] = f"{speedups[i, j]:.2f} ({lengths[i, j]:.0f})"
         rows.append(row)
     return table_of(rows)

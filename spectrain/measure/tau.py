@@ -7,10 +7,12 @@ end it, so that all weigh alike.
 from __future__ import annotations
 
 from collections.abc import Hashable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from itertools import product
 from typing import NamedTuple
 
+from spectrain.config.training import Tau as TauSettings
+from spectrain.config.training import Train
 from spectrain.decoding import Drafter, Generation, Sampling, generate
 from spectrain.errors import UserError
 from spectrain.measure.statistics import Estimate, acceptance_length, ratio_of_sums, speedup
@@ -34,23 +36,10 @@ class Setting(NamedTuple):
         return f"T={self.temperature:g}" if self.temperature else "greedy"
 
 
-@dataclass(frozen=True)
-class TauSettings:
-    """Which contexts are continued, and how far."""
-
-    context_tokens: tuple[int, ...] = (256, 512)
-    contexts: int = 64  # of each length
-    new_tokens: int = 64  # generated after each (the paper's G)
-    temperatures: tuple[float, ...] = (0.0, 1.0)  # 0: greedy
-    batch_size: int = 8  # contexts decoded together
-    timed_contexts: int = 8  # decoded greedily one at a time for tokens/s, methods taking turns
-
-
-def tau_settings(config: Mapping, target: TargetModel) -> TauSettings:
-    """Check what is measured after a training, the `tau` node of its config."""
-    row_tokens = config["data"]["row_tokens"]
-    settings = TauSettings(**{name: tuple(v) if isinstance(v, Sequence) else v for name, v in config["tau"].items()})
-    longest, given = max(settings.context_tokens), f"tau.context_tokens={list(settings.context_tokens)}"
+def tau_settings(config: Train, target: TargetModel) -> TauSettings:
+    """Check what is measured after a training."""
+    settings, row_tokens = config.tau, config.data.row_tokens
+    longest, given = max(settings.context_tokens), f"tau.context_tokens={settings.context_tokens}"
     if longest > row_tokens:
         raise UserError(f"{given} must not exceed data.row_tokens={row_tokens}; lower the one or raise the other")
     if longest + settings.new_tokens > target.max_positions:

@@ -24,7 +24,7 @@ import hydra
 from omegaconf import DictConfig, OmegaConf
 
 from spectrain.config import conf_dir
-from spectrain.config.commands import Bench, Generate, Responses
+from spectrain.config.groups import Configured
 from spectrain.decoding import Drafter, Sampling
 from spectrain.drafting.budget import AUTO
 from spectrain.drafting.lookup import LookupDrafter
@@ -75,25 +75,25 @@ def with_papers_nodes(method: DictConfig) -> DictConfig:
     return OmegaConf.merge(method, {"max_nodes": PAPER}) if method.get("max_nodes") == AUTO else method
 
 
-def method_configs(command: Bench, reserved: Collection[str] = ()) -> dict[str, DictConfig]:
-    """Every method, variant and exported folder that the config names, with its options; plain decoding first.
+def method_configs(
+    asked: str | Sequence[str], variants: Mapping, max_nodes: int | str | None = None, reserved: Collection[str] = ()
+) -> dict[str, DictConfig]:
+    """Every method, variant and exported folder that is asked for, with its options; plain decoding first.
 
-    Args:
-        command: its `methods`, `variants` and `max_nodes`.
-        reserved: names that a variant must not have.
+    No variant may have one of the `reserved` names.
 
     Raises:
         UserError: a name is neither a file of `conf/method/`, a variant nor an exported folder, or an option is none of
             the method's.
     """
-    taken = [name for name in command.variants if name in (BASELINE, *reserved)]
+    taken = [name for name in variants if name in (BASELINE, *reserved)]
     if taken:
         raise UserError(f"variants.{taken[0]} has the name of what others are compared with; give it another name")
     files = method_names()
-    known = list(dict.fromkeys([*files, *command.variants]))
+    known = list(dict.fromkeys([*files, *variants]))
     found = {}
-    for name in dict.fromkeys([BASELINE, *(known if takes_all(command) else names(command.methods))]):
-        changes, exported = dict(command.variants.get(name) or {}), {}
+    for name in dict.fromkeys([BASELINE, *(known if takes_all(asked) else names(asked))]):
+        changes, exported = dict(variants.get(name) or {}), {}
         base = changes.pop("method", name)
         if name in known:
             say_if_folder(name)
@@ -106,10 +106,10 @@ def method_configs(command: Bench, reserved: Collection[str] = ()) -> dict[str, 
             base, exported = decoded_by(Path(name))
         if base not in files:
             raise UserError(f"variants.{name} has method={base}, which is unknown; choose among {', '.join(files)}")
-        own = dict(command.variants.get(base) or {})  # of a changed method, on which other variants stand
+        own = dict(variants.get(base) or {})  # of a changed method, on which other variants stand
         if own.pop("method", base) == base:
             changes = own | changes
-        options = method_config(base, command.max_nodes)
+        options = method_config(base, max_nodes)
         check_options(build_function(options), changes, base, f"variants.{name}.")
         found[name] = OmegaConf.merge(options, changes, exported)
     return found
@@ -121,8 +121,8 @@ def say_if_folder(name: str) -> None:
         log.warning("%s is a method and a folder here: the method is taken; ./%s is the folder", name, name)
 
 
-def takes_all(command: Bench) -> bool:
-    return "all" in names(command.methods)
+def takes_all(asked: str | Sequence[str]) -> bool:
+    return "all" in names(asked)
 
 
 def instantiate(method: Mapping, target: TargetModel | None, options: Mapping) -> Drafter:
@@ -155,9 +155,10 @@ def build_method(
     check_options(build, given, name)
     if build is Auto:
         return _build_auto(names(options.get("methods")), target, artifacts)
-    chooses = options.get("max_nodes") == AUTO and options.get("gamma") is None
-    ranks = ranks and target is not None and type(options.get("max_nodes")) is int
-    if options.get("max_nodes") == PAPER:
+    nodes = options.get("max_nodes")
+    chooses = nodes == AUTO and options.get("gamma") is None
+    ranks = ranks and target is not None and type(nodes) is int
+    if nodes == PAPER:
         del options["max_nodes"]
     kinds = artifact_kinds(method)
     for option, kind in kinds.items():
@@ -212,27 +213,25 @@ def _build_auto(asked: Sequence[str], target: TargetModel, artifacts: Mapping[st
 
 
 def build_methods(
-    command: Bench, methods: Mapping[str, DictConfig], target: TargetModel, sampling: Sampling
+    methods: Mapping[str, DictConfig], given: Mapping, target: TargetModel, may_lack: bool, by_baselines: Sequence = ()
 ) -> tuple[dict[str, Drafter], dict[str, str]]:
-    """Build the methods of `method_configs` with the artifacts that the command was given.
+    """Build the methods of `method_configs` with the artifacts that the user gave, by kind; see `check_taken`.
 
     Returns:
-        The methods by name; and what `methods=all` leaves out for want of an artifact, with the reason.
+        The methods by name; and what is left out, if it `may_lack` an artifact, with the reason.
 
     Raises:
         UserError: a method that was named has no artifact for this target, or an option is wrong.
     """
-    given, built, skipped = given_artifacts(command.drafter, command.head, command.datastore), {}, {}
+    built, skipped = {}, {}
     for name, options in methods.items():
-        kinds = artifact_kinds(options).values()
-        may_lack = command.method is None and takes_all(command) and set(kinds) - given.keys()
         try:
-            built[name] = warned(build_method(options, target, given), sampling, command)
+            built[name] = build_method(options, target, given)
         except UserError as error:
-            if not may_lack:
+            if not (may_lack and {*artifact_kinds(options).values()} - given.keys()):
                 raise UserError(f"{name}: {error}") from error
             skipped[name] = str(error)
-    check_taken(given, methods.values(), built.values(), by_baselines=["vanilla"] if command.peers else [])
+    check_taken(given, methods.values(), built.values(), by_baselines)
     return built, skipped
 
 
@@ -258,14 +257,16 @@ def build_given(
     return built
 
 
-def build_configured(command: Generate | Responses, target: TargetModel, sampling: Sampling) -> Drafter:
-    """Build the method of a command, see `build_given`."""
-    folders = {option: getattr(command, option) for option in FOLDERS}
-    return warned(build_given(OmegaConf.create(command.method), target, folders), sampling, command)
+def build_configured(
+    asked: Configured, target: TargetModel, sampling: Sampling, verification: str = "block"
+) -> Drafter:
+    """Build the method that a command was asked for, see `build_given`."""
+    folders = {option: getattr(asked, option) for option in FOLDERS}
+    return warned(build_given(OmegaConf.create(asked.method), target, folders), sampling, verification)
 
 
-def warned(drafter: Drafter, sampling: Sampling, command: object) -> Drafter:
-    """Say in the log what a user of this method must know under the sampling and verification of the command."""
-    if warning := drafter.warning(sampling, getattr(command, "verification", "block")):
+def warned(drafter: Drafter, sampling: Sampling, verification: str) -> Drafter:
+    """Say in the log what a user of this method must know under this sampling and verification."""
+    if warning := drafter.warning(sampling, verification):
         log.warning("%s", warning)
     return drafter

@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import dataclasses
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
 
@@ -29,6 +29,8 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from spectrain.config import conf_dir
+from spectrain.config import groups as options
+from spectrain.config.training import Train
 from spectrain.errors import UserError
 from spectrain.models.packages import target_path
 from spectrain.stores.environment import cpu_name
@@ -233,31 +235,31 @@ def shape_of_model(name: str) -> Shape:
     )
 
 
-def speedup_by_depth(config: Mapping, hardware: Hardware) -> dict[int, tuple[np.ndarray, np.ndarray]]:
+def speedup_by_depth(config: Train, hardware: Hardware) -> dict[int, tuple[np.ndarray, np.ndarray]]:
     """Predict by the number of a drafter's blocks what it gains over a workload, and its draft lengths, [B, L] each.
 
     Candidates are 1, 2, 3, 4 and a quarter of the blocks, and what was asked. The unembedding counts, because a draft
     step reads it.
 
     Args:
-        config: of a training: `target.path`, `n_layer`, `window_tokens`, `sink_tokens`, `draft_vocab`, `feedback`,
-            `workload`.
+        config: of a training whose kind is planned `by_depth`.
         hardware: that decodes.
     """
-    target, asked = shape_of_model(config["target"]["path"]), config["n_layer"]
-    wanted = {1, 2, 3, 4, target.n_layer // 4, asked if isinstance(asked, int) else 1}
-    cache, found = SparseCache(config["sink_tokens"], config["window_tokens"]), {}
+    target, own = shape_of_model(config.target.path), config.own
+    wanted = {1, 2, 3, 4, target.n_layer // 4, own.n_layer if isinstance(own.n_layer, int) else 1}
+    cache, workload, found = SparseCache(own.sink_tokens, own.window_tokens), config.workload, {}
     for n_layer in sorted(n for n in wanted if 1 <= n <= target.n_layer):
         shape = target.with_layers(n_layer)
-        if config["draft_vocab"] is not None:
-            n_tokens = GUESSED_VOCAB if config["draft_vocab"] == "auto" else config["draft_vocab"]
+        if own.draft_vocab is not None:
+            n_tokens = GUESSED_VOCAB if own.draft_vocab == "auto" else own.draft_vocab
             shape = dataclasses.replace(shape, vocab_size=min(n_tokens, target.vocab_size))
-        method = Method(shape, Acceptance(tau_of_depth(n_layer), 4), cache, config["feedback"])
-        found[n_layer] = CostModel(target, hardware, count_unembedding=True).best(method, *config["workload"].values())
+        method = Method(shape, Acceptance(tau_of_depth(n_layer), 4), cache, own.feedback)
+        model = CostModel(target, hardware, count_unembedding=True)
+        found[n_layer] = model.best(method, workload.batch, workload.context_tokens)
     return found
 
 
-def fastest_depth(config: Mapping, hardware: Hardware) -> int:
+def fastest_depth(config: Train, hardware: Hardware) -> int:
     """Return the number of blocks that gains most, as a mean over the workload."""
     found = speedup_by_depth(config, hardware)
     return max(found, key=lambda n_layer: float(found[n_layer][0].mean()))
@@ -272,23 +274,23 @@ def tau_of_depth(n_layer: int) -> float:
     return sum(alpha**i for i in range(5))
 
 
-def hardware_named(device: str) -> dict | None:
+def hardware_named(device: str) -> options.Hardware | None:
     """Return the file of conf/hardware/ for a GPU whose name holds the one that the file gives; None: there is none."""
     files = map(read_yaml, sorted((conf_dir() / "hardware").glob("*.yaml")))
-    return next((one for one in files if one["name"] in device), None)
+    return next((options.Hardware(**one) for one in files if one["name"] in device), None)
 
 
-def read_hardware(node: Mapping, dtype: str) -> Hardware:
-    """Read one of conf/hardware/; where it has no peaks it is this machine, which is measured now."""
-    if node["flops_per_s"] is None:
+def read_hardware(node: options.Hardware, dtype: str) -> Hardware:
+    """Return the peaks of a machine; where none are given it is this machine, which is measured now."""
+    if node.flops_per_s is None:
         flops_per_s, bytes_per_s = cpu_rates(dtype, torch.get_num_threads())
         name = f"this CPU ({cpu_name()}, {torch.get_num_threads()} thread(s)), {dtype}"
         return Hardware(name, flops_per_s / bytes_per_s, BYTES_PER_VALUE[dtype], flops_per_s)
-    if dtype not in node["flops_per_s"]:
-        known = ", ".join(node["flops_per_s"])
-        raise UserError(f"hardware={node['name']} has no peak for dtype={dtype}; choose among {known}")
-    flops_per_s = node["flops_per_s"][dtype]
-    return Hardware(f"{node['name']}, {dtype}", flops_per_s / node["bytes_per_s"], BYTES_PER_VALUE[dtype], flops_per_s)
+    if dtype not in node.flops_per_s:
+        known = ", ".join(node.flops_per_s)
+        raise UserError(f"hardware={node.name} has no peak for dtype={dtype}; choose among {known}")
+    flops_per_s = node.flops_per_s[dtype]
+    return Hardware(f"{node.name}, {dtype}", flops_per_s / node.bytes_per_s, BYTES_PER_VALUE[dtype], flops_per_s)
 
 
 @cache

@@ -18,6 +18,7 @@ import torch
 from torch import nn
 
 from spectrain.config import Target
+from spectrain.config.training import Train
 from spectrain.errors import UserError
 from spectrain.models.kinds import drafters
 from spectrain.planning.cost import Hardware, empty_model
@@ -85,19 +86,19 @@ class Plan:
         return None if self.steps is None else self.steps * self.step_s / 3600
 
 
-def plan_of(config: Mapping, machine: Machine, ranks: int) -> Plan:
+def plan_of(config: Train, machine: Machine, ranks: int) -> Plan:
     """Predict what the training of a settled config takes.
 
     Raises:
         UserError: the target has no config, or the training is none of a drafter for it.
     """
-    check_shared(config["data"]["batch_size"], ranks)
+    check_shared(config.data.batch_size, ranks)
     outline = Outline.of(config)
-    step = outline.step(config["data"]["batch_size"] // ranks)
-    trained, accumulated = outline.trained, config["trainer"]["accumulate_grad_batches"]
+    step = outline.step(config.data.batch_size // ranks)
+    trained, accumulated = outline.trained, config.trainer.accumulate_grad_batches
     memory = outline.weights(ranks) | {"forward and backward pass": outline.pass_bytes(step, ranks)}
-    rows = config["data"]["batch_size"] * accumulated
-    state = _state_bytes(config["optimizer"]["name"], outline.module)
+    rows = config.data.batch_size * accumulated
+    state = _state_bytes(config.own.optimizer.name, outline.module)
     optimizer_bytes = 2 * state + 20 * trained  # read and written, as weights are; gradients, twice for their norm
     seconds = accumulated * step.seconds(machine.peaks) + optimizer_bytes / machine.peaks.bytes_per_s
     seconds /= machine.training_share
@@ -110,8 +111,8 @@ def plan_of(config: Mapping, machine: Machine, ranks: int) -> Plan:
         trained,
         ranks,
         rows,
-        config["data"]["row_tokens"],
-        None if config["hours"] and config["max_steps"] is None else outline.experiment.steps_of(trained, None),
+        config.data.row_tokens,
+        None if config.hours and config.max_steps is None else outline.experiment.steps_of(trained, None),
         memory,
         {"checkpoints": 16 * trained, "export": 2 * trained},  # the newest one and the best weights
         seconds,
@@ -122,23 +123,23 @@ def plan_of(config: Mapping, machine: Machine, ranks: int) -> Plan:
 class Outline:
     """A training whose models have shapes and no memory."""
 
-    config: Mapping
+    config: Train
     experiment: Experiment
     module: Training
 
     @classmethod
-    def of(cls, config: Mapping) -> Outline:
+    def of(cls, config: Train) -> Outline:
         run = RunFolder(Path(), config, "plan")
         if not experiment_type(config).drafts:
             known = " or ".join(f"+exp={name}" for name, _ in drafters())
             raise UserError(f"plan=true predicts what drafters take ({known}); leave it out")
-        target = meta_target(config["target"])  # which a package may first have to write, with numbers
+        target = meta_target(config.target)  # which a package may first have to write, with numbers
         with torch.device("meta"):
             experiment = open_experiment(run, lambda: target)
             module = experiment.blank().to("meta")
-        if config["trainer"]["activation_checkpointing"]:
+        if config.trainer.activation_checkpointing:
             module.recompute_activations()
-        if _stage(config) not in (None, FSDP) and config["trainer"]["precision"] == "bf16-mixed":
+        if _stage(config) not in (None, FSDP) and config.trainer.precision == "bf16-mixed":
             module.bfloat16()
         return cls(config, experiment, module)
 
@@ -152,17 +153,17 @@ class Outline:
 
     def step(self, rows: int) -> StepCost:
         """Count a step over `rows` rows of one rank, whose tokens are all learned."""
-        data, drafter = self.config["data"], getattr(self.module, "drafter", None)
+        data, drafter = self.config.data, getattr(self.module, "drafter", None)
         with torch.device("meta"):
-            tokens = torch.zeros(rows, data["row_tokens"], dtype=torch.int64)
+            tokens = torch.zeros(rows, data.row_tokens, dtype=torch.int64)
             batch = RowBatch(tokens, torch.ones_like(tokens, dtype=torch.bool), [0] * rows, tokens.numel())
-            if data.get("document_mask"):
+            if getattr(data, "document_mask", False):
                 batch.starts = torch.zeros_like(tokens)
-            if data["source"] != "online":
+            if data.source != "online":
                 states = torch.empty(*tokens.shape, 1 + drafter.config.n_layer, self.module.target.config.hidden_size)
                 batch.captured, batch.final_hidden = states[:, :, 1:].bfloat16(), states[:, :, 0].bfloat16()
-            half = str(self.config["trainer"]["precision"]).startswith("bf16")
-            device = "cpu" if self.config["trainer"]["accelerator"] == "cpu" else "cuda"
+            half = str(self.config.trainer.precision).startswith("bf16")
+            device = "cpu" if self.config.trainer.accelerator == "cpu" else "cuda"
             stands_for = PLANNED.set((device, torch.bfloat16 if half else torch.float32))
             try:
                 return cost_of(lambda: self.module.objective(batch), half)
@@ -172,16 +173,16 @@ class Outline:
     def weights(self, ranks: int) -> dict[str, int]:
         """Return the bytes that a rank holds all the time, by what they are."""
         config, trained, stage = self.config, self.trained, _stage(self.config)
-        size, target = Target(**config["target"]).ranks_of_group(ranks), self.module.target
+        size, target = config.target.ranks_of_group(ranks), self.module.target
         held = {"target": self.target_bytes(size) if self.experiment.needs_blocks(config) else _n_bytes(target.tables)}
-        adam = _state_bytes(config["optimizer"]["name"], self.module)
+        adam = _state_bytes(config.own.optimizer.name, self.module)
         if stage is None:
             buckets = {"gradients in exchange": 4 * trained} if ranks > 1 else {}
             return held | {"drafter": _n_bytes(self.module), "optimizer": adam} | buckets
         if stage == FSDP:
             return held | {"drafter": _n_bytes(self.module) // ranks, "optimizer": adam // ranks}
         held["drafter"] = 2 * trained if stage < 3 else 2 * trained // ranks + min(2 * trained, 2 * ZERO_LIVE)
-        offloads = config["trainer"]["strategy"].get("offload_optimizer")
+        offloads = config.trainer.strategy.get("offload_optimizer")
         return held | {"optimizer": 0 if offloads else (adam + 4 * trained) // ranks}
 
     def target_bytes(self, n_ranks: int) -> int:
@@ -193,9 +194,9 @@ class Outline:
 
     def exchanged_by_target(self, ranks: int) -> float:
         """Return the bytes that a rank sends in a forward of the target over the rows of all ranks of its group."""
-        config, target, data = self.config, self.module.target, self.config["data"]
-        size = Target(**config["target"]).ranks_of_group(ranks) if self.experiment.needs_blocks(config) else 1
-        n_tokens = size * data["batch_size"] // ranks * data["row_tokens"]
+        config, target, data = self.config, self.module.target, self.config.data
+        size = config.target.ranks_of_group(ranks) if self.experiment.needs_blocks(config) else 1
+        n_tokens = size * data.batch_size // ranks * data.row_tokens
         states = n_tokens * target.config.get_text_config().hidden_size * target.dtype.itemsize
         return 2 * target.n_layer * _all_reduced(states, size)  # behind attention, and behind the MLP
 
@@ -214,11 +215,11 @@ class Outline:
         return step.peak_bytes - 2 * self.trained + 2 * self.trained // ranks + 2 * min(self.trained, ZERO_BUCKET)
 
 
-def meta_target(options: Mapping) -> TargetModel:
+def meta_target(options: Target) -> TargetModel:
     """Return a target without memory, from its config alone, on the device `meta`."""
-    model = empty_model(options["path"], dtype=DTYPES[options["dtype"]])
+    model = empty_model(options.path, dtype=DTYPES[options.dtype])
     with torch.device("meta"):
-        return TargetModel(model.eval().requires_grad_(False), engine=options["engine"])
+        return TargetModel(model.eval().requires_grad_(False), engine=options.engine)
 
 
 def _all_reduced(n_bytes: float, n_ranks: int) -> float:
@@ -230,9 +231,9 @@ def _short(count: int) -> str:
     return f"{count / 1e9:.3g} billion" if count >= 1e9 else f"{count / 1e6:.3g} million"
 
 
-def _stage(config: Mapping) -> int | str | None:
+def _stage(config: Train) -> int | str | None:
     """Return the stage of a config's DeepSpeed strategy, or FSDP; None for trainers that keep all on each rank."""
-    strategy = config["trainer"]["strategy"]
+    strategy = config.trainer.strategy
     if isinstance(strategy, Mapping):
         return strategy.get("stage", FSDP)
     if strategy in ("auto", "ddp"):

@@ -8,17 +8,18 @@ from __future__ import annotations
 
 import logging
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import torch
-from hydra.utils import get_class, instantiate
+from hydra.utils import get_class
 from lightning import LightningModule
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.optim import Optimizer
 
+from spectrain.config.training import Train
 from spectrain.decoding import Drafter
 from spectrain.errors import UserError
 from spectrain.models.draft_states import DraftStates
@@ -180,12 +181,12 @@ class Experiment(ABC):
     def __init__(self, run: RunFolder, data: Source, open_target: Callable[[], TargetModel]) -> None:
         if data.source not in self.sources:
             known = " or ".join(f"data={source}" for source in self.sources)
-            raise UserError(f"data={data.source} is for other experiments than +exp={run.config['kind']}; give {known}")
-        self.run, self.config, self.data = run, run.config, data
+            raise UserError(f"data={data.source} is for other experiments than +exp={run.config.kind}; give {known}")
+        self.run, self.config, self.own, self.data = run, run.config, run.config.own, data
         self.target: TargetModel | None = open_target()
 
     @staticmethod
-    def needs_blocks(config: Mapping) -> bool:
+    def needs_blocks(config: Train) -> bool:
         """Whether a training of this config runs the target's blocks; else the target may have its tables alone."""
         return True
 
@@ -212,29 +213,25 @@ class Experiment(ABC):
             n_trained: parameters that are trained.
             n_rows: for training; None: not known yet, and passes over the text are not bounded.
         """
-        config, data = self.config, self.config["data"]
-        if config["max_steps"] is not None:
-            return config["max_steps"]
-        n_rows_read = config["tokens_per_parameter"] * n_trained / data["row_tokens"]
+        config = self.config
+        if config.max_steps is not None:
+            return config.max_steps
+        n_rows_read = config.own.tokens_per_parameter * n_trained / config.data.row_tokens
         if n_rows is not None and n_rows_read > MOST_PASSES * n_rows:
             log.warning(
                 "tokens_per_parameter=%g asks for %.0f passes over the text, but at most %d are made; give more "
                 "text or max_steps",
-                *(config["tokens_per_parameter"], n_rows_read / n_rows, MOST_PASSES),
+                *(config.own.tokens_per_parameter, n_rows_read / n_rows, MOST_PASSES),
             )
             n_rows_read = MOST_PASSES * n_rows
-        return max(1, round(n_rows_read / (data["batch_size"] * config["trainer"]["accumulate_grad_batches"])))
-
-    @property
-    def optimizer(self) -> OptimizerSettings:
-        return OptimizerSettings(**self.config["optimizer"])
+        return max(1, round(n_rows_read / (config.data.batch_size * config.trainer.accumulate_grad_batches)))
 
 
-def experiment_type(config: Mapping) -> type[Experiment]:
+def experiment_type(config: Train) -> type[Experiment]:
     """Return the class that a training's config names as `experiment._target_`."""
-    return get_class(config["experiment"]["_target_"])
+    return get_class(config.experiment["_target_"])
 
 
 def open_experiment(run: RunFolder, open_target: Callable[[], TargetModel]) -> Experiment:
     """Return the experiment of a run, with the source of rows that its config's `data` node names."""
-    return experiment_type(run.config)(run, instantiate(run.config["data"], _convert_="all"), open_target)
+    return experiment_type(run.config)(run, get_class(run.config.data._target_)(**vars(run.config.data)), open_target)

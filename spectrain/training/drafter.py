@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 from abc import abstractmethod
-from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 
@@ -12,6 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from spectrain.config.training import Train
 from spectrain.errors import UserError
 from spectrain.models.artifacts import WEIGHTS, read_manifest
 from spectrain.models.drafter_model import DrafterModel
@@ -123,8 +123,8 @@ class DrafterExperiment(Experiment):
     drafts, sources = True, ("online", "offline", "served")
 
     @staticmethod
-    def needs_blocks(config: Mapping) -> bool:
-        return bool(config["vanilla"]) or config["data"]["source"] == "online"
+    def needs_blocks(config: Train) -> bool:
+        return bool(config.vanilla) or config.data.source == "online"
 
     @abstractmethod
     def block_layers(self) -> tuple[int, ...]:
@@ -147,20 +147,20 @@ class DrafterExperiment(Experiment):
         """Return the training of a drafter."""
 
     def prepare(self) -> Parts:
-        config = self.config
-        data = self.data.drafter_rows(config, self.target, self.block_layers(), self.run.asked)
-        is_new, source = config["init"] in NEW, {}
+        init = self.own.init
+        data = self.data.drafter_rows(self.run, self.target, self.block_layers())
+        is_new, source = init in NEW, {}
         drafter = self.new(data.train) if is_new else self.trained_before()
         if not is_new:
-            source["init"] = [config["init"], sha256(Path(config["init"]) / WEIGHTS)]
-            source["before"] = trainings_of(Path(config["init"]))
+            source["init"] = [init, sha256(Path(init) / WEIGHTS)]
+            source["before"] = trainings_of(Path(init))
         if isinstance(data.train, FeatureRows):
             store = data.train.store
             source["activations"] = [str(store.folder), digest(store.manifest.files)]
         return Parts(self.training(drafter, is_new), data, source)
 
     def blank(self) -> DrafterTraining:
-        n_tokens = self.config["draft_vocab"]
+        n_tokens = self.own.draft_vocab
         if n_tokens == "auto":  # the text would say
             n_tokens = min(GUESSED_VOCAB, self.target.vocab_size)
         kept = None if n_tokens is None else torch.arange(check_vocab(n_tokens, self.target))

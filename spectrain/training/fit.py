@@ -1,7 +1,6 @@
 """Lightning's Trainer of a run, and what every training goes through with it.
 
-A training runs on one process, or on the ranks that torchrun or Lightning starts. `config` is the whole resolved
-config.
+A training runs on one process, or on the ranks that torchrun or Lightning starts.
 """
 
 from __future__ import annotations
@@ -9,7 +8,7 @@ from __future__ import annotations
 import logging
 import os
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
@@ -21,7 +20,9 @@ from lightning.pytorch.loggers import Logger
 from lightning.pytorch.utilities import rank_zero_only
 from torch.utils._triton import has_triton
 
-from spectrain.config import PACKAGE
+from spectrain.config import PACKAGE, plain
+from spectrain.config.training import Data, Train
+from spectrain.config.training import Trainer as TrainerOptions
 from spectrain.data.overlap import TRAINED_ON, Sample
 from spectrain.errors import LostRankError, UserError
 from spectrain.stores.environment import commit_of, environment
@@ -68,7 +69,7 @@ def fit(
             runs out.
     """
     config, module, data, target = run.config, parts.module, parts.data, parts.module.target
-    loggers = instantiate(config["logger"], _partial_=True, _convert_="all")(run)
+    loggers = instantiate(config.logger, _partial_=True, _convert_="all")(run)
     trainer = build_trainer(config, max_steps, callbacks(config, run, peak_tokens_per_s), loggers, in_sweep)
     check_batches(config, trainer, len(data.train))
     run.begin()
@@ -86,14 +87,14 @@ def fit(
     if checkpoint:
         log.info("resuming from %s", checkpoint)
         prepare_resume(checkpoint, trainer)
-    if config["trainer"]["activation_checkpointing"]:
+    if config.trainer.activation_checkpointing:
         module.recompute_activations()
-    module.compiles = compiles(config["trainer"], trainer)
+    module.compiles = compiles(config.trainer, trainer)
     facts = {"code": commit_of(PACKAGE), "environment": environment(trainer.world_size)}
     run.note_attempt(run.checkpoint_step, facts)
     for logger in of_wandb(trainer):
         logger.experiment.define_metric("eval/tau_expected", summary="max")  # by which sweeps choose
-    with naming_the_remedy(config["data"], trainer), ExitStack() as until_steps:
+    with naming_the_remedy(config.data, trainer), ExitStack() as until_steps:
         until_steps.enter_context(stage(f"resuming from {checkpoint}" if checkpoint else "preparing the first step"))
         trainer.callbacks.insert(0, LambdaCallback(on_train_start=lambda *_: until_steps.close()))
         if not checkpoint:
@@ -110,21 +111,21 @@ def final_metrics(trainer: Trainer) -> dict[str, float]:
     return {name: float(value) for name, value in trainer.callback_metrics.items() if name.startswith("eval/")}
 
 
-def callbacks(config: Mapping, run: RunFolder, peak_tokens_per_s: float | None = None) -> list[Callback]:
+def callbacks(config: Train, run: RunFolder, peak_tokens_per_s: float | None = None) -> list[Callback]:
     """In the order in which they act: what a checkpoint speaks of is done before it is written."""
     return [
-        *([StepsForHours(config["hours"], run.note_steps)] if config["hours"] else []),
+        *([StepsForHours(config.hours, run.note_steps)] if config.hours else []),
         TokensPerSecond(peak_tokens_per_s),
         StopOnBadLoss(run.checkpoints),
-        KeepBest(run.best, config["select"]["every"]),
-        Checkpoints(run.checkpoints, config["checkpoint_s"]),
+        KeepBest(run.best, config.select.every),
+        Checkpoints(run.checkpoints, config.checkpoint_s),
         ShowSteps(),
     ]
 
 
-def compiles(options: Mapping, trainer: Trainer) -> bool:
+def compiles(options: TrainerOptions, trainer: Trainer) -> bool:
     """Whether a training with these `trainer` options compiles its blocks. ZeRO-3 gathers weights inside of them."""
-    if options.get("compile") != "auto" or not uses_gpu(options["accelerator"]):
+    if options.compile != "auto" or not uses_gpu(options.accelerator):
         return False
     if getattr(trainer.strategy, "zero_stage_3", False) or not has_triton():
         log.warning(
@@ -136,7 +137,7 @@ def compiles(options: Mapping, trainer: Trainer) -> bool:
 
 
 @contextmanager
-def naming_the_remedy(data: Mapping, trainer: Trainer) -> Iterator[None]:
+def naming_the_remedy(data: Data, trainer: Trainer) -> Iterator[None]:
     """Turn running out of memory, and losing another rank, into a UserError that says what to change."""
     try:
         yield
@@ -155,8 +156,8 @@ def naming_the_remedy(data: Mapping, trainer: Trainer) -> Iterator[None]:
             raise
         rank = f" on rank {rank_zero_only.rank}" if rank_zero_only.rank else ""
         raise UserError(
-            f"out of memory{rank}: lower data.batch_size={data['batch_size']} (and raise "
-            f"trainer.accumulate_grad_batches) or data.row_tokens={data['row_tokens']}, or give "
+            f"out of memory{rank}: lower data.batch_size={data.batch_size} (and raise "
+            f"trainer.accumulate_grad_batches) or data.row_tokens={data.row_tokens}, or give "
             "trainer.activation_checkpointing=true"
         ) from error
 
@@ -170,18 +171,18 @@ def has_spoken(trainer: Trainer) -> bool:
 
 
 def build_trainer(
-    config: Mapping, max_steps: int, callbacks: list[Callback], loggers: list[Logger], in_sweep: bool = False
+    config: Train, max_steps: int, callbacks: list[Callback], loggers: list[Logger], in_sweep: bool = False
 ) -> Trainer:
     """The Trainer of a config; writes nothing yet.
 
     Raise UserError where Lightning does not take the `trainer` node, or ranks cannot share a batch or a sweep.
     """
-    options = {name: value for name, value in config["trainer"].items() if name not in OWN_OPTIONS}
-    options |= {"precision": precision_of(options), **ranks_of_torchrun()}
-    if str(options["precision"]).startswith("16"):  # the gradients of `losses.py` are computed with the loss
+    precision = precision_of(config.trainer)
+    options = {name: value for name, value in plain(config.trainer).items() if name not in OWN_OPTIONS}
+    options |= {"precision": precision, **ranks_of_torchrun()}
+    if str(precision).startswith("16"):  # the gradients of `losses.py` are computed with the loss
         raise UserError(
-            f"trainer.precision={options['precision']} would round gradients before they are scaled; give bf16-mixed "
-            "or 32-true"
+            f"trainer.precision={precision} would round gradients before they are scaled; give bf16-mixed or 32-true"
         )
     try:
         trainer = instantiate(options, _partial_=True, _convert_="all")(
@@ -200,7 +201,7 @@ def build_trainer(
         raise UserError(
             f"the trainer cannot be made as configured ({line}); change trainer=... or its options"
         ) from error
-    if isinstance(trainer.strategy, ZeroStrategy) and config["optimizer"]["name"] == "muon":
+    if isinstance(trainer.strategy, ZeroStrategy) and config.own.optimizer.name == "muon":
         raise UserError(
             "optimizer.name=muon needs whole matrices, which DeepSpeed divides; give optimizer.name=adamw, or "
             "trainer=ddp"
@@ -210,24 +211,24 @@ def build_trainer(
             f"-m on {trainer.world_size} ranks needs torchrun --nproc-per-node {trainer.world_size} -m spectrain.train "
             "... -m; or give trainer.devices=1"
         )
-    check_shared(config["data"]["batch_size"], trainer.world_size)
+    check_shared(config.data.batch_size, trainer.world_size)
     return trainer
 
 
-def target_device(config: Mapping) -> str:
+def target_device(config: Train) -> str:
     """Where the frozen target runs: with the trainer."""
-    accelerator, rank = config["trainer"]["accelerator"], os.environ.get("LOCAL_RANK")
+    accelerator, rank = config.trainer.accelerator, os.environ.get("LOCAL_RANK")
     if accelerator == "cpu":
         return "cpu"
-    return f"cuda:{rank}" if rank is not None and uses_gpu(accelerator) else config["target"]["device"]
+    return f"cuda:{rank}" if rank is not None and uses_gpu(accelerator) else config.target.device
 
 
-def check_batches(config: Mapping, trainer: Trainer, n_rows: int) -> None:
+def check_batches(config: Train, trainer: Trainer, n_rows: int) -> None:
     """Raise UserError where the training rows make no batch, or under DeepSpeed no step.
 
     DeepSpeed would carry a gradient from one epoch into the next, which Lightning does not count.
     """
-    batch_size, accumulated = config["data"]["batch_size"], config["trainer"]["accumulate_grad_batches"]
+    batch_size, accumulated = config.data.batch_size, config.trainer.accumulate_grad_batches
     n_batches = n_rows // batch_size
     if not n_batches:
         raise UserError(

@@ -114,9 +114,7 @@ class HeadExperiment(Experiment):
                 "ranks that share a target (target.parallel=tp) make labels beforehand; run data_prep.acceptance, and "
                 "give data=offline"
             )
-        self.opened = open_given_drafter(
-            given_artifacts(self.config["drafter"]), self.target, self.config["rollout_tokens"]
-        )
+        self.opened = open_given_drafter(given_artifacts(self.own.drafter), self.target, self.own.rollout_tokens)
 
     def prepare(self) -> Parts:
         drafter, states, store = self.opened.facts, self.opened.states, self.store()
@@ -128,7 +126,7 @@ class HeadExperiment(Experiment):
         }
         if isinstance(store, AcceptanceStore):
             source["states"] = store.manifest.mixing_share  # of what they are, or None
-        module = HeadTraining(facts, states, self.target, self.optimizer, self.config["seed"])
+        module = HeadTraining(facts, states, self.target, self.own.optimizer, self.config.seed)
         return Parts(module, self.rows(store), source)
 
     def store(self, folder: str | None = None) -> ResponseStore | AcceptanceStore:
@@ -137,9 +135,9 @@ class HeadExperiment(Experiment):
 
     def facts(self, store: ResponseStore | AcceptanceStore) -> HeadFacts:
         """What an export of the head says."""
-        config, states = self.config, self.opened.states
-        numbers = {name: float(config[name]) for name in ("w_rej", "w_acc", "mixing_share")}
-        shape, sampling = HeadConfig(states.hidden_size, config["n_blocks"]), head_sampling(config, store)
+        own, states = self.own, self.opened.states
+        numbers = {name: float(getattr(own, name)) for name in ("w_rej", "w_acc", "mixing_share")}
+        shape, sampling = HeadConfig(states.hidden_size, own.n_blocks), head_sampling(self.config, store)
         return HeadFacts(shape, self.opened.facts, sampling, **numbers, rollout_tokens=states.block_tokens)
 
     def rows(self, store: ResponseStore | AcceptanceStore) -> RowData:
@@ -147,7 +145,7 @@ class HeadExperiment(Experiment):
 
         Raise UserError where no row is left for one of them.
         """
-        data, share = self.data, self.config["held_out_share"]
+        data, share = self.data, self.own.held_out_share
         rows = zip(store.rows["id"], text_rows(store.rows, data.row_tokens), strict=True)
         kept = [(row, is_held_out(row_id, share)) for row_id, row in rows if len(row.response)]
         train, held_out = ([row for row, is_out in kept if is_out == wanted] for wanted in (False, True))
@@ -160,14 +158,14 @@ class HeadExperiment(Experiment):
             )
         held_out = sorted(held_out[: data.val_rows], key=len)
         log.info("%d training rows, %d held-out rows of %s", len(train), len(held_out), store.folder)
-        return RowData(TextRows(train), TextRows(held_out), data.batch_size, self.config["seed"], by_length=True)
+        return RowData(TextRows(train), TextRows(held_out), data.batch_size, self.config.seed, by_length=True)
 
     def steps_of(self, n_trained: int, n_rows: int | None = None) -> int:
         """Optimizer steps: `max_steps`, or `epochs` passes over the training rows."""
-        if self.config["max_steps"] is not None:
-            return self.config["max_steps"]
-        rows_of_step = self.data.batch_size * self.config["trainer"]["accumulate_grad_batches"]
-        return self.config["epochs"] * max(1, n_rows // rows_of_step)
+        if self.config.max_steps is not None:
+            return self.config.max_steps
+        rows_of_step = self.data.batch_size * self.config.trainer.accumulate_grad_batches
+        return self.own.epochs * max(1, n_rows // rows_of_step)
 
     def save(self, folder: Path, weights: dict[str, Tensor]) -> None:
         """Write the head, and beside it the drafter that it was trained on, so that the export needs no other."""

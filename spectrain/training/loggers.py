@@ -15,6 +15,7 @@ from lightning import Trainer
 from lightning.pytorch.loggers import CSVLogger, Logger, WandbLogger
 from lightning.pytorch.utilities import rank_zero_only
 
+from spectrain.config import plain
 from spectrain.models.artifacts import MANIFEST
 from spectrain.stores.files import read_json
 from spectrain.training.runs import RunFolder, plain_name, run_of_agent
@@ -35,7 +36,7 @@ def wandb(run: RunFolder, project: str, group: str, tags: Sequence[str], name: s
         os.environ["WANDB_RUN_ID"] = run.id
     options = {"project": project, "group": group, "tags": list(tags), "name": name or run.name, "mode": wandb_mode()}
     # A resumed run goes on in the same W&B run.
-    return [*csv(run), WandbLogger(version=run.id, save_dir=run.path, config=run.config, **options)]
+    return [*csv(run), WandbLogger(version=run.id, save_dir=run.path, config=plain(run.config), **options)]
 
 
 def answer_agent(run: RunFolder, asked: str) -> None:
@@ -43,7 +44,7 @@ def answer_agent(run: RunFolder, asked: str) -> None:
 
     The sweep asked for a combination twice: it was trained before, or an interrupted run of it went on.
     """
-    node = dict(run.config["logger"])
+    node = dict(run.config.logger)
     if rank_zero_only.rank != 0 or asked == run.id or node.pop("_target_") != f"{__name__}.wandb":
         return
     from wandb import finish, teardown

@@ -24,14 +24,17 @@ import uuid
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
+from operator import attrgetter
 from pathlib import Path
+from typing import Any
 
 from lightning.pytorch.utilities import rank_zero_only
 from omegaconf import OmegaConf
 from torch import Tensor
 
-from spectrain.config import TYPED_COMMAND, Target
-from spectrain.config.fields import put
+from spectrain.config import TYPED_COMMAND, training_of
+from spectrain.config.fields import plain, read
+from spectrain.config.training import Train
 from spectrain.errors import FinishedRun, UserError
 from spectrain.stores.files import read_json, read_yaml, strict, write_json
 from spectrain.stores.folder import digest, locked, refuse_existing, remove_leftovers, write_folder
@@ -58,22 +61,22 @@ class RunFolder:
     """A run that may begin: a new one, or an interrupted one that is resumed."""
 
     path: Path
-    config: dict  # resolved
+    config: Any  # resolved: a `Train`, or plain values of a measurement
     id: str  # a name that no other run has, kept when the run is resumed
     result: str = "result.json"  # written last: the run is finished
-    asked: dict | None = None  # the config as it was asked, by which the run is named; None: as it is
+    asked: Train | None = None  # the config as it was asked, by which the run is named; None: as it is
     resumes: bool = False
 
     @classmethod
     @contextmanager
     def claim(
-        cls, config: dict, result: str = "result.json", settle: Callable[[dict], dict] | None = None
+        cls, config: Train | dict, result: str = "result.json", settle: Callable[[Train], Train] | None = None
     ) -> Iterator[RunFolder]:
         """Keep other processes out of the folder of this config, on rank zero, and find the run that may begin there.
 
-        `config` has plain values: `kind`, `run_dir` (None: named by the hash), `fresh`, and what is run. `settle`
-        returns it with values for what it leaves to the machine. A run is named by what was asked, and what its first
-        start has settled stays as it is when it goes on elsewhere.
+        `config` has `kind`, `run_dir` (None: named by the hash), `fresh`, and what is run. `settle` returns it with
+        values for what it leaves to the machine. A run is named by what was asked, and what its first start has settled
+        stays as it is when it goes on elsewhere.
 
         Raises UserError where another process is at work there, and as `find` does.
         """
@@ -83,18 +86,19 @@ class RunFolder:
             yield run if settle is None else run._settled(settle)
 
     @staticmethod
-    def path_of(config: Mapping) -> Path:
+    def path_of(config: Train | dict) -> Path:
         """Return the folder that is given, or that is named by the hash of the config."""
-        return Path(config["run_dir"] or f"runs/{config['kind']}-{digest(hashed(config))}")
+        values = plain(config)
+        return Path(values["run_dir"] or f"runs/{values['kind']}-{digest(hashed(values))}")
 
     @classmethod
-    def find(cls, config: dict, result: str = "result.json") -> RunFolder:
+    def find(cls, config: Train | dict, result: str = "result.json") -> RunFolder:
         """Return the run of this config. Writes nothing.
 
         An unfinished run of this very config is resumed, `fresh` or not; `fresh` replaces a finished or another one.
         Otherwise these are refused by a UserError, as is a folder that holds something else.
         """
-        path, fresh, is_rank_zero = cls.path_of(config), config["fresh"], rank_zero_only.rank == 0
+        path, fresh, is_rank_zero = cls.path_of(config), plain(config)["fresh"], rank_zero_only.rank == 0
         new_id = run_of_agent() or f"{plain_name(path.name)}-{uuid.uuid4().hex[:8]}"
         run = cls(path, config, new_id, result)
         if not (path / CONFIG).is_file():
@@ -110,24 +114,26 @@ class RunFolder:
         run = dataclasses.replace(run, resumes=True)
         return dataclasses.replace(run, id=run.facts()["id"]) if is_rank_zero else run
 
-    def _settled(self, settle: Callable[[dict], dict]) -> RunFolder:
+    def _settled(self, settle: Callable[[Train], Train]) -> RunFolder:
         """Return the run with values for what its config leaves open: those of its first start, else by `settle`."""
         config = settle(self.config)
         if self.resumes:  # what is not hashed, and where it runs, may be another now
-            begun, runs_on = hashed(read_yaml(self.path / CONFIG)), config["trainer"]["accelerator"]
-            config = config | begun | {name: config[name] | begun[name] for name in NOT_HASHED_OF}
-            config["trainer"]["accelerator"] = runs_on
+            begun, values = hashed(read_yaml(self.path / CONFIG)), plain(config)
+            begun |= {name: values[name] | begun[name] for name in NOT_HASHED_OF}
+            begun["trainer"]["accelerator"] = config.trainer.accelerator
+            config = training_of(values | begun, read)
         return dataclasses.replace(self, config=config, asked=self.config)
 
     def change(self, options: Mapping[str, object]) -> None:
         """Change options by dotted name to what the run's data has decided."""
         for name, value in options.items():
-            put(self.config, name, value)
+            group, _, option = name.rpartition(".")
+            setattr(attrgetter(group)(self.config), option, value)
         if options and rank_zero_only.rank == 0 and self.facts().get("id") == self.id:  # it has begun
-            OmegaConf.save(OmegaConf.create(self.config), self.path / CONFIG)
+            OmegaConf.save(OmegaConf.create(plain(self.config)), self.path / CONFIG)
 
     def _why_not_to_resume(self) -> UserError | None:
-        before, ours = hashed(self.facts().get("asked") or read_yaml(self.path / CONFIG)), hashed(self.config)
+        before, ours = hashed(self.facts().get("asked") or read_yaml(self.path / CONFIG)), hashed(plain(self.config))
         differing = sorted(key for key in before.keys() | ours.keys() if before.get(key) != ours.get(key))
         if differing:
             return UserError(
@@ -147,7 +153,7 @@ class RunFolder:
             raise UserError(
                 f"run={path} is no run of spectrain.train (it has no {CONFIG}); give its folder below runs/"
             )
-        return cls(path, read_yaml(path / CONFIG), id=read_json(path / FACTS)["id"])
+        return cls(path, training_of(read_yaml(path / CONFIG), read), id=read_json(path / FACTS)["id"])
 
     @rank_zero_only
     def begin(self) -> None:
@@ -155,10 +161,11 @@ class RunFolder:
         if self.facts().get("id") == self.id:
             remove_leftovers(self.path)
             return
-        facts = {"id": self.id, "command": TYPED_COMMAND.get(), "asked": self.asked, "attempts": []}
+        asked = self.asked and plain(self.asked)
+        facts = {"id": self.id, "command": TYPED_COMMAND.get(), "asked": asked, "attempts": []}
 
         def write(folder: Path) -> None:
-            OmegaConf.save(OmegaConf.create(self.config), folder / CONFIG)
+            OmegaConf.save(OmegaConf.create(plain(self.config)), folder / CONFIG)
             write_json(folder / FACTS, facts)
             if (self.path / EXPORT).is_file():  # this run replaces the one that stood here, and its export too
                 shutil.copy(self.path / EXPORT, folder)
@@ -232,11 +239,6 @@ class RunFolder:
         """Return the metrics that validation logged of a step's weights; {} where there are none."""
         logged = self.curve().get(step - 1, {})  # the number that Lightning gives the step
         return {name: value for name, value in logged.items() if name.startswith("eval/")}
-
-    @property
-    def target(self) -> Target:
-        """The options of its target."""
-        return Target(**self.config["target"])
 
     @property
     def name(self) -> str:

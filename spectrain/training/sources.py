@@ -1,17 +1,15 @@
 """Where training rows come from: frozen models run inside the training (`data=online`), or were run beforehand.
 
-In both classes `drafter_rows` returns the rows of a drafter that reads the inputs of the target's blocks `layers` (for
-`asked` see `RunFolder`), and
-`head_store` the responses that an acceptance head is trained on, from `folder` where it is given. `config` is the whole
-resolved config of the run. They raise UserError where there are too few rows, or where rows were made with another
-target, drafter or warping.
+In both classes `drafter_rows` returns the rows of a drafter that reads the inputs of the target's blocks `layers`, and
+`head_store` the responses that an acceptance head is trained on, from `folder` where it is given. They raise UserError
+where there are too few rows, or where rows were made with another target, drafter or warping.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
 from dataclasses import replace
+from operator import attrgetter
 from pathlib import Path
 
 import numpy as np
@@ -19,8 +17,7 @@ from lightning.pytorch.utilities import rank_zero_only
 from torch import Tensor
 
 from spectrain.config import training as config_training
-from spectrain.config.commands import Corpus
-from spectrain.config.fields import at
+from spectrain.config.training import Train
 from spectrain.data.packing import Packed
 from spectrain.data.row_cache import corpus_rows
 from spectrain.decoding import Sampling
@@ -40,6 +37,7 @@ from spectrain.stores.rows import (
 )
 from spectrain.target import TargetModel, fingerprint
 from spectrain.training.data import FeatureRows, RowData, TokenRows
+from spectrain.training.runs import RunFolder
 from spectrain.training.served import HiddenStates, ServedRows, key
 from spectrain.training.served_vllm import VllmStates
 from spectrain.training.strategies import planned_ranks, precision_of, uses_gpu
@@ -54,37 +52,35 @@ LEAST_CONTEXTS = 16  # with fewer, an interval says nothing
 class Online(config_training.Online):
     """The frozen models run inside the training step."""
 
-    def drafter_rows(
-        self, config: Mapping, target: TargetModel, layers: tuple[int, ...] = (), asked: Mapping | None = None
-    ) -> RowData:
+    def drafter_rows(self, run: RunFolder, target: TargetModel, layers: tuple[int, ...] = ()) -> RowData:
         """The corpus, packed into rows.
 
         What was not asked of options is changed where the text is too little for it.
         """
         check_row_tokens(self.row_tokens, target)
-        asked = asked or config
+        config, asked = run.config, run.asked or run.config
         rows, changed = self._rows_that_fit(config, target, asked)
         n_rows, row_tokens = len(rows.train), rows.train.tokens.shape[1]
         log.info("%d training rows and %d held-out rows of %d tokens", n_rows, len(rows.held_out), row_tokens)
-        if n_rows < self.batch_size and at(asked, "data.batch_size") is None:
-            n_ranks = planned_ranks(config["trainer"])
+        if n_rows < self.batch_size and asked.data.batch_size is None:
+            n_ranks = planned_ranks(config.trainer)
             changed["data.batch_size"] = self.batch_size = max(1, n_rows // n_ranks) * n_ranks
         if changed:
             log.warning("the corpus is small: %s", ", ".join(f"{name}={value}" for name, value in changed.items()))
-        held_out = rows.held_out.tokens[:, : max(config["tau"]["context_tokens"])]
+        held_out = rows.held_out.tokens[:, : max(config.tau.context_tokens)]
         contexts = for_tau(held_out, self.val_rows).tolist()
         train, seen = (TokenRows(**vars(packed)) for packed in (rows.train, rows.held_out[: self.val_rows]))
         facts = {"contexts": contexts, "digest": rows.digest, "changed": changed}
-        return RowData(train, seen, self.batch_size, config["seed"], **facts)
+        return RowData(train, seen, self.batch_size, config.seed, **facts)
 
-    def _rows_that_fit(self, config: Mapping, target: TargetModel, asked: Mapping) -> tuple[Packed, dict[str, object]]:
+    def _rows_that_fit(self, config: Train, target: TargetModel, asked: Train) -> tuple[Packed, dict[str, object]]:
         """Return the rows of the first options that make any, and what differs from the config."""
-        share, tried = config["corpus"]["held_out_share"], [(self.row_tokens, config["corpus"]["held_out_share"])]
-        if at(asked, "data.row_tokens") is None:
+        share, tried = config.corpus.held_out_share, [(self.row_tokens, config.corpus.held_out_share)]
+        if asked.data.row_tokens is None:
             tried += [(self.row_tokens >> halvings, share) for halvings in (1, 2)]
             tried += [(self.row_tokens >> halvings, max(share, SMALL_SHARE)) for halvings in (2, 3, 4)]
         for row_tokens, held_out_share in tried:
-            corpus = Corpus(**{**config["corpus"], "held_out_share": held_out_share})
+            corpus = replace(config.corpus, held_out_share=held_out_share)
             try:
                 rows = corpus_rows(corpus, target, row_tokens, self.loss_on, self.document_mask)
                 break
@@ -92,32 +88,32 @@ class Online(config_training.Online):
                 if (row_tokens, held_out_share) == tried[-1]:
                     raise
         found = {"data.row_tokens": row_tokens, "corpus.held_out_share": held_out_share}
-        if row_tokens < self.row_tokens and at(asked, "tau.context_tokens") is None:
+        if row_tokens < self.row_tokens and asked.tau.context_tokens is None:
             found["tau.context_tokens"] = contexts_of(row_tokens)
-        return rows, {name: value for name, value in found.items() if value != at(config, name)}
+        return rows, {name: value for name, value in found.items() if value != attrgetter(name)(config)}
 
     def head_store(
-        self, config: Mapping, target: TargetModel, drafter: DrafterFacts, states: DraftStates, folder: str | None
+        self, config: Train, target: TargetModel, drafter: DrafterFacts, states: DraftStates, folder: str | None
     ) -> ResponseStore:
         target_fingerprint = fingerprint(target.model, target.tokenizer)
-        store = open_responses(Path(folder or config["responses"] or newest_responses(CHECKPOINTS, target_fingerprint)))
-        store.check_fits(target_fingerprint, config["target"]["path"])
+        folder = folder or config.own.responses or newest_responses(CHECKPOINTS, target_fingerprint)
+        store = open_responses(Path(folder))
+        store.check_fits(target_fingerprint, config.target.path)
         return store
 
 
 class Offline(config_training.Offline):
     """The outputs of the frozen models were stored beforehand, by data_prep.activations or data_prep.acceptance."""
 
-    def drafter_rows(
-        self, config: Mapping, target: TargetModel, layers: tuple[int, ...], asked: Mapping | None = None
-    ) -> RowData:
+    def drafter_rows(self, run: RunFolder, target: TargetModel, layers: tuple[int, ...]) -> RowData:
         """The rows of a store of activations."""
-        store, trainer = self._open_features(target, layers, config["target"]["path"]), config["trainer"]
+        config = run.config
+        store, trainer = self._open_features(target, layers, config.target.path), config.trainer
         warn_of_rounding(str(store.folder), "trainer.precision", store.manifest.precision, precision_of(trainer))
-        longest = max(config["tau"]["context_tokens"])
+        longest = max(config.tau.context_tokens)
         is_pinned = uses_gpu(trainer["accelerator"])
         rows = FeatureRows(store, np.arange(len(store)), layers, self.row_tokens, is_pinned, self.loss_on)
-        found = feature_data(rows, self.batch_size, config["seed"], self.val_rows, longest)
+        found = feature_data(rows, self.batch_size, config.seed, self.val_rows, longest)
         if not found.contexts:
             raise UserError(
                 f"{store.folder} has no held-out row of {longest} tokens to measure tau on (its rows have "
@@ -135,7 +131,7 @@ class Offline(config_training.Offline):
         return store
 
     def head_store(
-        self, config: Mapping, target: TargetModel, drafter: DrafterFacts, states: DraftStates, folder: str | None
+        self, config: Train, target: TargetModel, drafter: DrafterFacts, states: DraftStates, folder: str | None
     ) -> AcceptanceStore:
         prints = fingerprint(target.model, target.tokenizer), drafter.fingerprint
         store = open_acceptance(Path(folder or self.path or newest_acceptance(CHECKPOINTS, *prints)))
@@ -146,7 +142,7 @@ class Offline(config_training.Offline):
                 f"data.path={store.folder} was labelled for {made.describe()}, not for {wanted.describe()}; remove "
                 "sampling=, or label anew with python -m data_prep.acceptance"
             )
-        kept, share = store.manifest.mixing_share, config["mixing_share"]
+        kept, share = store.manifest.mixing_share, config.own.mixing_share
         if kept is not None and kept != share:
             raise UserError(
                 f"data.path={store.folder} holds states of texts with mixing_share={kept:g}, not {share:g}; give "
@@ -166,36 +162,34 @@ def check_row_tokens(row_tokens: int, target: TargetModel) -> None:
 class Served(config_training.Served, Online):
     """The rows are those of data=online. Another process computes what its target says of them."""
 
-    def drafter_rows(
-        self, config: Mapping, target: TargetModel, layers: tuple[int, ...] = (), asked: Mapping | None = None
-    ) -> RowData:
+    def drafter_rows(self, run: RunFolder, target: TargetModel, layers: tuple[int, ...] = ()) -> RowData:
         asks_vllm = self.address.startswith("http://")
-        server = self._vllm(config, target, layers) if asks_vllm else self._server(config, target)
-        data = super().drafter_rows(config, target, layers, asked)
+        server = self._vllm(run.config, target, layers) if asks_vllm else self._server(run.config, target)
+        data = super().drafter_rows(run, target, layers)
         data.train, data.held_out = (
             ServedRows(**vars(rows), server=server, layers=layers) for rows in (data.train, data.held_out)
         )
         return data
 
-    def _server(self, config: Mapping, target: TargetModel) -> HiddenStates:
+    def _server(self, config: Train, target: TargetModel) -> HiddenStates:
         """Our own server, which has the target."""
-        server = HiddenStates(self.address, key(), self.timeout_s, uses_gpu(config["trainer"]["accelerator"]))
-        facts, name = server.facts, config["target"]["path"]
+        server = HiddenStates(self.address, key(), self.timeout_s, uses_gpu(config.trainer.accelerator))
+        facts, name = server.facts, config.target.path
         if facts["target_fingerprint"] != (own := fingerprint(target.model, target.tokenizer)):
             raise UserError(
                 f"the server at {self.address} has the target {facts['target']} ({facts['target_fingerprint']}), not "
                 f"{name} ({own}); give its target=..., or the address of another server"
             )
-        given = {"trainer.precision": precision_of(config["trainer"]), "target.dtype": config["target"]["dtype"]}
+        given = {"trainer.precision": precision_of(config.trainer), "target.dtype": config.target.dtype}
         for option, value in given.items():
             warn_of_rounding(f"the server at {self.address}", option, facts[option], value)
         return server
 
-    def _vllm(self, config: Mapping, target: TargetModel, layers: tuple[int, ...]) -> VllmStates:
+    def _vllm(self, config: Train, target: TargetModel, layers: tuple[int, ...]) -> VllmStates:
         """A vLLM, which has the target."""
-        pinned, path = uses_gpu(config["trainer"]["accelerator"]), target_path(config["target"]["path"])
+        pinned, path = uses_gpu(config.trainer.accelerator), target_path(config.target.path)
         server = VllmStates(self.address, self.timeout_s, target, path, layers, self.row_tokens, pinned)
-        warn_of_rounding(f"the vLLM at {self.address}", "target.dtype", server.dtype, config["target"]["dtype"])
+        warn_of_rounding(f"the vLLM at {self.address}", "target.dtype", server.dtype, config.target.dtype)
         return server
 
 
@@ -216,9 +210,9 @@ def contexts_of(row_tokens: int) -> list[int]:
 Source = Online | Offline | Served
 
 
-def head_sampling(config: Mapping, store: ResponseStore | AcceptanceStore) -> Sampling:
+def head_sampling(config: Train, store: ResponseStore | AcceptanceStore) -> Sampling:
     """How p and q are warped for a head: as its rows were made, but for what the user gave as `sampling`."""
-    return Sampling.from_options({**store.manifest.sampling, **(config.get("sampling") or {})})
+    return Sampling.from_options({**store.manifest.sampling, **(config.sampling or {})})
 
 
 def for_tau(held_out: Tensor | np.ndarray, val_rows: int) -> Tensor | np.ndarray:

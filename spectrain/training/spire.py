@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 
@@ -10,6 +9,7 @@ import torch
 from torch import Tensor
 
 from spectrain.config.fields import shown
+from spectrain.config.training import Train
 from spectrain.decoding import Drafter
 from spectrain.errors import UserError
 from spectrain.methods.spire import Spire
@@ -28,6 +28,7 @@ from spectrain.training.drafter import STORED_DTYPE, DrafterExperiment, DrafterT
 from spectrain.training.losses import LossSettings
 from spectrain.training.optim import OptimizerSettings
 
+OF_SHAPE = ("k", "window_tokens", "sink_tokens", "own_key", "feedback", "target_activations", "input", "unembedding")
 ADAPTED = {"own_key": False, "sink_tokens": 0}  # which a trained drafter may be adapted to: see conf/engine/
 
 
@@ -89,11 +90,11 @@ class SpireExperiment(DrafterExperiment):
     exports = "spire"
 
     @staticmethod
-    def needs_blocks(config: Mapping) -> bool:
-        return DrafterExperiment.needs_blocks(config) or not config["target_activations"]
+    def needs_blocks(config: Train) -> bool:
+        return DrafterExperiment.needs_blocks(config) or not config.own.target_activations
 
     def prepare(self) -> Parts:
-        if (memories := self.config["memories"]) != "blocks" and self.config["data"]["source"] != "online":
+        if (memories := self.own.memories) != "blocks" and self.config.data.source != "online":
             raise UserError(f"memories={memories} is an ablation that needs the target itself; give data=online")
         return super().prepare()
 
@@ -105,18 +106,18 @@ class SpireExperiment(DrafterExperiment):
 
     def training(self, drafter: SpireDrafter, is_new: bool) -> SpireTraining:
         """The training of a drafter, `is_new` where its input is fitted first."""
-        loss = LossSettings(self.config["loss"], self.config["omega"])
-        shifted = self.config.get("shifted_blocks", True)  # runs of earlier versions lack it
-        return SpireTraining(drafter, self.target, loss, self.optimizer, self.config["seed"], is_new, shifted)
+        own, seed = self.own, self.config.seed
+        loss = LossSettings(own.loss, own.omega)
+        return SpireTraining(drafter, self.target, loss, own.optimizer, seed, is_new, own.shifted_blocks)
 
     def new(self, rows: Rows) -> SpireDrafter:
         """A new drafter, to be trained on these rows."""
-        kept = drafted_tokens(self.config["draft_vocab"], rows, self.target)
-        return new_drafter(self.target, self.shape(kept), self.config["init"], kept)
+        kept = drafted_tokens(self.own.draft_vocab, rows, self.target)
+        return new_drafter(self.target, self.shape(kept), self.own.init, kept)
 
     def trained_before(self) -> SpireDrafter:
         """The drafter of the folder `init`, to be trained further; UserError where the run asks for another shape."""
-        folder, asked = self.config["init"], self.config["draft_vocab"]
+        folder, asked = self.own.init, self.own.draft_vocab
         drafter = load(Path(folder), self.target, "init")
         n_tokens = drafter.config.draft_vocab
         if isinstance(asked, int) and n_tokens is not None and asked < n_tokens:
@@ -140,28 +141,25 @@ class SpireExperiment(DrafterExperiment):
 
     def shape(self, kept: Tensor | None = None) -> SpireConfig:
         """The shape of the drafter for this target, which can draft the tokens `kept` [K]; None: all."""
-        config = self.config
-        names = ("k", "window_tokens", "sink_tokens", "feedback", "target_activations", "input", "unembedding")
-        options = {name: config[name] for name in names}
-        reads_previous = config["previous_state"]
+        own = self.own
+        options = {name: getattr(own, name) for name in OF_SHAPE}
+        reads_previous = own.previous_state
         if reads_previous is None:
-            reads_previous = config["input"] != "tied" and config["target_activations"]
+            reads_previous = own.input != "tied" and own.target_activations
         options |= {"previous_state": reads_previous, "draft_vocab": None if kept is None else len(kept)}
-        options["own_key"] = config.get("own_key", True)  # runs of earlier versions lack it
-        if config["input"] == "tied":
-            options["unembedding"] = "trained"
-        layers = last_layers(self.target.model, config["n_layer"])
-        if config["memories"] != "blocks":
-            layers = len(layers) * (FINAL if config["memories"] == "final" else 0,)
+        options |= {"unembedding": "trained"} if own.input == "tied" else {}
+        layers = last_layers(self.target.model, own.n_layer)
+        if own.memories != "blocks":
+            layers = len(layers) * (FINAL if own.memories == "final" else 0,)
         return SpireConfig(shape_of(self.target.model), layers, **options)
 
     def model(self, weights: dict[str, Tensor]) -> SpireDrafter:
         """The drafter of a training's weights: float32 values of the dtype that it is exported in."""
         drafter = load_weights(self.empty(weights.get("drafter.kept")), weights, "drafter")
-        return drafter.to(DTYPES[self.config["export_dtype"]]).float()
+        return drafter.to(DTYPES[self.own.export_dtype]).float()
 
     def drafter(self, weights: dict[str, Tensor]) -> Drafter:
         return Spire(self.model(weights), draft_dtype="auto", draft_vocab="auto")
 
     def save(self, folder: Path, weights: dict[str, Tensor]) -> None:
-        save(folder, drafter=self.model(weights), dtype=DTYPES[self.config["export_dtype"]])
+        save(folder, drafter=self.model(weights), dtype=DTYPES[self.own.export_dtype])

@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,7 @@ from torch.distributed.fsdp import fully_shard, register_fsdp_forward_method
 from torch.distributed.tensor import distribute_tensor
 from torch.optim import Optimizer
 
+from spectrain.config import training as options
 from spectrain.errors import UserError
 from spectrain.kernels import multiplies
 from spectrain.target.sharded import is_shard, whole
@@ -42,9 +44,9 @@ def fast_precision(precision: str | None, device_type: str) -> str | None:
     return "bf16-mixed" if fast else "32-true"
 
 
-def precision_of(trainer: Mapping) -> str | None:
-    """Return the precision of a `trainer` node, with "auto" replaced likewise."""
-    return fast_precision(trainer.get("precision"), "cuda" if uses_gpu(trainer["accelerator"]) else "cpu")
+def precision_of(trainer: options.Trainer) -> str | None:
+    """Return the precision of a trainer's options, with "auto" replaced likewise."""
+    return fast_precision(trainer.precision, "cuda" if uses_gpu(trainer.accelerator) else "cpu")
 
 
 def ranks_of_torchrun() -> dict[str, int]:
@@ -55,14 +57,14 @@ def ranks_of_torchrun() -> dict[str, int]:
     return {"devices": local, "num_nodes": world // local}
 
 
-def planned_ranks(trainer: Mapping) -> int:
+def planned_ranks(trainer: options.Trainer) -> int:
     """Return how many ranks will train."""
-    trainer = {**trainer, **ranks_of_torchrun()}
-    devices = trainer.get("devices", 1)
+    trainer = replace(trainer, **ranks_of_torchrun())
+    devices = trainer.devices
     if devices in ("auto", -1):
-        devices = max(1, torch.cuda.device_count()) if trainer["accelerator"] == "gpu" else 1
+        devices = max(1, torch.cuda.device_count()) if trainer.accelerator == "gpu" else 1
     n_devices = len(devices) if isinstance(devices, list) else devices if isinstance(devices, int) else 1
-    return max(1, n_devices) * trainer.get("num_nodes", 1)
+    return max(1, n_devices) * trainer.num_nodes
 
 
 def check_shared(batch_size: int, n_ranks: int) -> None:

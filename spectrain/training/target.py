@@ -10,7 +10,6 @@ from lightning.pytorch.utilities import rank_zero_only
 from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerBase
 
-from spectrain.config.commands import Corpus
 from spectrain.data.chats import Tally
 from spectrain.data.texts import CORPUS_ADVICE, corpus_documents, train_tokenizer
 from spectrain.models.vanilla import save_pretrained
@@ -36,8 +35,8 @@ class TargetExperiment(Experiment):
         self.run.begin()
         tokenizer = self._tokenizer()
         model = self._new(tokenizer)
-        rows = self.data.drafter_rows(self.config, TargetModel(model, tokenizer), asked=self.run.asked)
-        return Parts(LanguageModelTraining(model, self.optimizer), rows)
+        rows = self.data.drafter_rows(self.run, TargetModel(model, tokenizer))
+        return Parts(LanguageModelTraining(model, self.own.optimizer), rows)
 
     def save(self, folder: Path, weights: dict[str, Tensor]) -> None:
         tokenizer = read_tokenizer(self.run.path / "tokenizer")
@@ -46,17 +45,17 @@ class TargetExperiment(Experiment):
 
     def _new(self, tokenizer: PreTrainedTokenizerBase) -> LlamaForCausalLM:
         ends = {"bos_token_id": None, "eos_token_id": tokenizer.eos_token_id, "pad_token_id": tokenizer.pad_token_id}
-        return LlamaForCausalLM(LlamaConfig(**self.config["model"], **ends, attn_implementation="sdpa"))
+        return LlamaForCausalLM(LlamaConfig(**self.own.model, **ends, attn_implementation="sdpa"))
 
     def _tokenizer(self) -> PreTrainedTokenizerBase:
         """Train a tokenizer; an interrupted run finds the one that it began with."""
         folder = self.run.path / "tokenizer"
         # fresh=true: another rank may still see what rank zero is about to replace
-        if not folder.is_dir() or (self.config["fresh"] and rank_zero_only.rank != 0):
-            corpus = Corpus(**self.config["corpus"])
+        if not folder.is_dir() or (self.config.fresh and rank_zero_only.rank != 0):
+            corpus = self.config.corpus
             documents = corpus_documents(corpus, Tally(corpus.name, CORPUS_ADVICE))
             texts = (document.text for document in documents if not document.is_held_out(corpus.held_out_share))
-            tokenizer = train_tokenizer(texts, self.config["model"]["vocab_size"])
+            tokenizer = train_tokenizer(texts, self.own.model["vocab_size"])
             if rank_zero_only.rank != 0:
                 return tokenizer
             write_folder(folder, tokenizer.save_pretrained)

@@ -106,14 +106,14 @@ class VanillaExperiment(Experiment):
     exports, drafts = "vanilla", True
 
     def prepare(self) -> Parts:
-        return Parts(self.blank(), self.data.drafter_rows(self.config, self.target, (), self.run.asked))
+        return Parts(self.blank(), self.data.drafter_rows(self.run, self.target, ()))
 
     def blank(self) -> LanguageModelTraining:
-        return LanguageModelTraining(self.new(), self.optimizer, self.target)
+        return LanguageModelTraining(self.new(), self.own.optimizer, self.target)
 
     def new(self) -> PreTrainedModel:
         """A new model; by default it has half the target's layers and half its width."""
-        return new_vanilla(self.target.model, self.config["n_layer"], self.config["hidden_size"])
+        return new_vanilla(self.target.model, self.own.n_layer, self.own.hidden_size)
 
     def model(self, weights: dict[str, Tensor]) -> PreTrainedModel:
         """The model of a training's weights."""

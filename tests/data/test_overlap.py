@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from spectrain.config.commands import Corpus
+from spectrain.config.groups import Corpus
 from spectrain.data import overlap
 from spectrain.data.overlap import RUN, Sample, found_in, question_runs, runs, seen_questions, shares_any
 from spectrain.data.packing import pack

@@ -9,7 +9,7 @@ from pathlib import Path
 import datasets
 import pytest
 
-from spectrain.config.commands import Corpus
+from spectrain.config.groups import Corpus
 from spectrain.data import tabular_files
 from spectrain.data.chats import Tally
 from spectrain.data.packing import pack

@@ -5,15 +5,18 @@ from __future__ import annotations
 import ast
 import re
 import shlex
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import yaml
 
+from spectrain.config.groups import Corpus
+from spectrain.config.training import Head, Online, Spire, Train, Vanilla
 from spectrain.exports.cards import lookup_card, trained_card
 from spectrain.exports.exporting import engine_path, named
 
-CONFIG = {"corpus": {"held_out_share": 0.05}, "data": {"row_tokens": 64, "batch_size": 2}}
+CONFIG = Train(data=Online(row_tokens=64, batch_size=2), own=Vanilla())
 TRAINED = {"steps": 3, "tokens": 384}
 STORE = {"documents": 1, "tokens": 5, "built_from": {"keep": "all"}}
 ODD_NAMES = ["no", "- a: b", "it's", 'a "b" c', "{{ 7 * 7 }}", "$(id)"]
@@ -32,7 +35,7 @@ ODD_NAMES = ["no", "- a: b", "it's", 'a "b" c', "{{ 7 * 7 }}", "$(id)"]
     ],
 )
 def test_a_card_names_its_corpus_and_how_much_of_it_was_read_but_not_where_it_lay(corpus, said):
-    config = CONFIG | {"corpus": corpus | {"held_out_share": 0.05}}
+    config = replace(CONFIG, corpus=Corpus(**corpus))
     card = trained_card("spire", "out", ("org/model", "f" * 16), config, TRAINED, ())
     assert said in card
     assert "/home/me" not in card
@@ -41,16 +44,16 @@ def test_a_card_names_its_corpus_and_how_much_of_it_was_read_but_not_where_it_la
 
 
 @pytest.mark.parametrize(
-    ("options", "said"),
+    ("own", "said"),
     [
-        ({}, None),
-        ({"input": "tied", "unembedding": "target"}, None),
-        ({"input": "trained", "unembedding": "target"}, "The target's unembedding is not in this folder"),
-        ({"input": "projected", "unembedding": "target"}, "The target's embedding and unembedding are not in"),
+        (Vanilla(), None),
+        (Spire(input="tied", unembedding="target"), None),
+        (Spire(input="trained", unembedding="target"), "The target's unembedding is not in this folder"),
+        (Spire(input="projected", unembedding="target"), "The target's embedding and unembedding are not in"),
     ],
 )
-def test_a_card_says_what_a_drafter_reads_of_the_target(options, said):
-    card = trained_card("spire", "out", ("org/model", "f" * 16), CONFIG | options, TRAINED, ())
+def test_a_card_says_what_a_drafter_reads_of_the_target(own, said):
+    card = trained_card("spire", "out", ("org/model", "f" * 16), replace(CONFIG, own=own), TRAINED, ())
     assert said in card if said else "this folder" not in card
 
 
@@ -82,7 +85,9 @@ def test_odd_names_stay_one_word_everywhere(name):
 
 
 def test_a_head_and_a_target_say_how_they_are_used():
-    head = trained_card("head", "out", ("org/model", "f" * 16), CONFIG | {"held_out_share": 0.1}, {"steps": 30}, ())
+    head = trained_card(
+        "head", "out", ("org/model", "f" * 16), replace(CONFIG, own=Head(held_out_share=0.1)), {"steps": 30}, ()
+    )
     assert "10.0% of the responses" in head
     assert "- 30 optimizer steps of 2 rows" in head
     assert commands(head)[0][3:5] == ["method=specdecpp", "head=out"]

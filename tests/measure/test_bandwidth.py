@@ -73,6 +73,6 @@ def test_bytes_of_models_are_those_that_a_forward_reads(tied):
 
 
 def test_the_bandwidth_of_a_card_is_found_by_its_name():
-    assert hardware_named("NVIDIA H100 80GB HBM3")["bytes_per_s"] == 3.35e12
-    assert hardware_named("NVIDIA A100-SXM4-80GB")["name"] == "A100"
+    assert hardware_named("NVIDIA H100 80GB HBM3").bytes_per_s == 3.35e12
+    assert hardware_named("NVIDIA A100-SXM4-80GB").name == "A100"
     assert hardware_named("Some GPU") is None

@@ -15,7 +15,8 @@ import torch.nn.functional as F
 from transformers import LlamaConfig
 
 from spectrain.cli import composed
-from spectrain.config import options_of, plain
+from spectrain.config import options_of
+from spectrain.config.training import Train
 from spectrain.data.texts import train_tokenizer
 from spectrain.errors import UserError
 from spectrain.planning.cost import Hardware, fastest_depth, tau_of_depth
@@ -94,7 +95,7 @@ def test_packed_rows_of_32768_tokens_of_an_8b_shaped_drafter_fit_one_card(tmp_pa
     rows = "data.row_tokens=32768", "data.batch_size=1", "data.document_mask=true", "target.dtype=bfloat16"
     machine = "hardware=h100", "trainer.devices=1", "plan=true"
     config = config_of("+exp=spire", f"target.path={tmp_path}", *rows, *machine, *options)
-    assert config["trainer"]["activation_checkpointing"] == bool(options)
+    assert config.trainer.activation_checkpointing == bool(options)
     plan, machine = plan_for(config)
     assert plan.memory["forward and backward pass"] < 27 * 2**30
     assert plan.bytes < 0.8 * machine.memory_bytes
@@ -159,7 +160,7 @@ def test_the_peak_in_tokens_per_second_is_that_of_all_ranks(tiny):
     config = config_of(*options, "hardware=h100", "trainer.devices=2", "trainer.precision=32-true")
     flops = Outline.of(config).step(3).flops.sum() / (3 * 32)
     assert peak_tokens_per_s(config) == pytest.approx(2 * 67.0e12 / flops, rel=0.01)
-    again = config | {"trainer": config["trainer"] | {"activation_checkpointing": True}}
+    again = replace(config, trainer=replace(config.trainer, activation_checkpointing=True))
     assert peak_tokens_per_s(again) == peak_tokens_per_s(config)  # what is computed again is not counted
 
 
@@ -209,20 +210,21 @@ def test_rows_of_a_step_are_divided_until_they_fit(tiny):
     )
     hardware = "hardware=h100", "trainer.devices=2"
     whole = config_of(*options, *hardware)
-    assert (whole["data"]["batch_size"], whole["trainer"]["accumulate_grad_batches"]) == (8, 1)
+    assert (whole.data.batch_size, whole.trainer.accumulate_grad_batches) == (8, 1)
     outline = Outline.of(whole)
     held = sum(outline.weights(2).values())
     two_rows = outline.pass_bytes(outline.step(2), 2)
     memory = (held + two_rows) / 0.92 + 1
     divided = config_of(*options, *hardware, f"hardware.memory_bytes={memory}")
-    assert (divided["data"]["batch_size"], divided["trainer"]["accumulate_grad_batches"]) == (4, 2)
+    assert (divided.data.batch_size, divided.trainer.accumulate_grad_batches) == (4, 2)
     asked = config_of(*options, *hardware, f"hardware.memory_bytes={memory}", "trainer.accumulate_grad_batches=1")
-    assert asked["data"]["batch_size"] == 8
+    assert asked.data.batch_size == 8
 
 
 def test_the_fastest_depth_is_that_of_the_throughput_model():
     assert [round(tau_of_depth(n), 2) for n in (1, 2, 4)] == [2.21, 2.55, 2.88]  # docs/results/depth.json
-    config = config_of("+exp=spire", "workload.batch=[64]", "workload.context_tokens=[1024]") | {"n_layer": "auto"}
+    config = config_of("+exp=spire", "workload.batch=[64]", "workload.context_tokens=[1024]")
+    config.own.n_layer = "auto"
     computes = Hardware("no time to read", 1e-9, 2, flops_per_s=1e12)  # each block of the drafter costs its products
     reads = Hardware("no time to compute", 1e9, 2, flops_per_s=1e12)  # the target's cache of long texts costs most
     assert (fastest_depth(config, computes), fastest_depth(config, reads)) == (1, 4)
@@ -230,30 +232,29 @@ def test_the_fastest_depth_is_that_of_the_throughput_model():
 
 def test_a_run_is_named_by_what_was_asked_and_goes_on_as_it_began(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    asked = plain(options_of("train", composed("train", "+exp=spire", "data.row_tokens=512")))
+    asked = options_of("train", composed("train", "+exp=spire", "data.row_tokens=512"))
     with RunFolder.claim(asked, settle=settled) as first:
-        assert first.config["data"]["batch_size"] == 4
+        assert first.config.data.batch_size == 4
         first.begin()
         first.change({"data.row_tokens": 128})
 
-    def elsewhere(config: dict) -> dict:  # a smaller GPU divides the batch
+    def elsewhere(config: Train) -> Train:  # a smaller GPU divides the batch
         config = settled(config)
-        config["trainer"] |= {"accelerator": "gpu", "precision": "bf16-true", "accumulate_grad_batches": 4}
-        config["data"] |= {"batch_size": 2}
-        return config
+        there = {"accelerator": "gpu", "precision": "bf16-true", "accumulate_grad_batches": 4}
+        return replace(config, trainer=replace(config.trainer, **there), data=replace(config.data, batch_size=2))
 
-    later = asked | {"trainer": asked["trainer"] | {"devices": 8}, "tau": asked["tau"] | {"context_tokens": [9]}}
+    later = replace(asked, trainer=replace(asked.trainer, devices=8), tau=replace(asked.tau, context_tokens=[9]))
     with RunFolder.claim(later, settle=elsewhere) as again:
         assert (again.path, again.id) == (first.path, first.id)
-        data, trainer = again.config["data"], again.config["trainer"]
-        assert (data["batch_size"], data["row_tokens"], trainer["accumulate_grad_batches"]) == (4, 128, 1)
-        assert trainer["precision"] == first.config["trainer"]["precision"]
-        assert (trainer["accelerator"], trainer["devices"]) == ("gpu", 8)  # where it runs now
-        assert again.config["tau"]["context_tokens"] == [9]
-    with RunFolder.claim(later | {"seed": 1}, settle=settled) as other:
-        assert other.config["data"]["batch_size"] == 8
+        data, trainer = again.config.data, again.config.trainer
+        assert (data.batch_size, data.row_tokens, trainer.accumulate_grad_batches) == (4, 128, 1)
+        assert trainer.precision == first.config.trainer.precision
+        assert (trainer.accelerator, trainer.devices) == ("gpu", 8)  # where it runs now
+        assert again.config.tau.context_tokens == [9]
+    with RunFolder.claim(replace(later, seed=1), settle=settled) as other:
+        assert other.config.data.batch_size == 8
     with pytest.raises(UserError, match="differs in data"):
-        RunFolder.find(asked | {"run_dir": str(first.path), "data": asked["data"] | {"batch_size": 4}})
+        RunFolder.find(replace(asked, run_dir=str(first.path), data=replace(asked.data, batch_size=4)))
 
 
 def test_steps_follow_from_parameters_and_text(caplog):
@@ -266,11 +267,11 @@ def test_steps_follow_from_parameters_and_text(caplog):
     assert not caplog.text
     assert steps(10_000, n_rows=8) == 10 * 8 / (4 * 5)
     assert "tokens_per_parameter=2 asks for 25 passes over the text, but at most 10 are made" in caplog.text
-    assert partial(Experiment.steps_of, SimpleNamespace(config=config | {"max_steps": 7}))(10_000) == 7
+    assert partial(Experiment.steps_of, SimpleNamespace(config=replace(config, max_steps=7)))(10_000) == 7
 
 
 def test_hours_become_steps_after_the_first_ones_and_stay(tmp_path, monkeypatch):
-    run = RunFolder(tmp_path, {"hours": 1.0, "max_steps": None}, "id")
+    run = RunFolder(tmp_path, Train(hours=1.0), "id")
     now_s = iter(range(1000))
     monkeypatch.setattr("time.perf_counter", lambda: next(now_s))
     loop = SimpleNamespace(max_steps=UNKNOWN_STEPS)
@@ -290,18 +291,18 @@ def test_a_small_corpus_makes_shorter_rows_and_holds_more_of_them_out(shared, tm
     for i in range(12):
         (tmp_path / f"{i}.txt").write_text(f"number {i} of twelve short texts " * 12)
     monkeypatch.setattr("spectrain.planning.defaults.ROW_TOKENS", 256)
-    asked = plain(options_of("train", composed("train", "+exp=spire", f"corpus={tmp_path}", "trainer.devices=2")))
+    asked = options_of("train", composed("train", "+exp=spire", f"corpus={tmp_path}", "trainer.devices=2"))
     run = RunFolder(tmp_path / "run", settled(asked), "id", asked=asked)
     config, target = run.config, load_target(shared / "target")
-    found = Online(**config["data"]).drafter_rows(config, target, (), run.asked)
+    found = Online(**vars(config.data)).drafter_rows(run, target)
     with pytest.raises(UserError, match="no held-out row of 256 tokens"):
-        Online(**config["data"]).drafter_rows(config, target)  # if all was asked for
+        Online(**vars(config.data)).drafter_rows(replace(run, asked=None), target)  # if all was asked for
     run.change(found.changed)
-    row_tokens = config["data"]["row_tokens"]
-    assert (row_tokens, config["corpus"]["held_out_share"]) == (64, 0.2)
-    assert config["tau"]["context_tokens"] == [row_tokens // 4, row_tokens // 2]
-    assert run.asked["data"]["row_tokens"] is None
-    assert len(found.train) >= config["data"]["batch_size"] == found.batch_size
+    row_tokens = config.data.row_tokens
+    assert (row_tokens, config.corpus.held_out_share) == (64, 0.2)
+    assert config.tau.context_tokens == [row_tokens // 4, row_tokens // 2]
+    assert run.asked.data.row_tokens is None
+    assert len(found.train) >= config.data.batch_size == found.batch_size
     assert "the corpus is small: data.row_tokens=64" in caplog.text
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -105,12 +106,12 @@ def test_a_refused_recompilation_is_an_error_that_names_the_remedy(monkeypatch):
 
 
 def test_blocks_are_compiled_on_gpus_alone_and_not_under_zero_3(monkeypatch):
-    options, plain = config_of("+exp=spire")["trainer"], SimpleNamespace(strategy=None)
-    on_gpu = options | {"accelerator": "gpu"}
+    options, plain = config_of("+exp=spire").trainer, SimpleNamespace(strategy=None)
+    on_gpu = replace(options, accelerator="gpu")
     monkeypatch.setattr(fitting, "has_triton", lambda: True)
     assert not fitting.compiles(options, plain)
     assert fitting.compiles(on_gpu, plain)
-    assert not fitting.compiles(on_gpu | {"compile": "none"}, plain)
+    assert not fitting.compiles(replace(on_gpu, compile="none"), plain)
     assert not fitting.compiles(on_gpu, SimpleNamespace(strategy=SimpleNamespace(zero_stage_3=True)))
     monkeypatch.setattr(fitting, "has_triton", lambda: False)
     assert not fitting.compiles(on_gpu, plain)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -39,11 +40,11 @@ def checkpoints(tmp_path) -> Path:
 @pytest.mark.parametrize(("name", "expected"), [("AMX", "bf16-mixed"), ("AVX2", "32-true")])
 def test_precision_is_what_the_processor_multiplies_the_fastest(use_processor, name, expected):
     use_processor(name)
-    trainer = config_of("+exp=spire", "trainer.accelerator=cpu")["trainer"]
-    assert trainer["precision"] == expected
-    assert strategies.precision_of({**trainer, "precision": "auto"}) == expected
+    trainer = config_of("+exp=spire", "trainer.accelerator=cpu").trainer
+    assert trainer.precision == expected
+    assert strategies.precision_of(replace(trainer, precision="auto")) == expected
     assert build_trainer(config_of("+exp=spire"), 1, [], []).precision == expected
-    assert strategies.precision_of({**trainer, "precision": "bf16-true"}) == "bf16-true"
+    assert strategies.precision_of(replace(trainer, precision="bf16-true")) == "bf16-true"
 
 
 def test_float16_is_refused():
@@ -81,7 +82,7 @@ def test_muon_under_deepspeed_is_refused_with_the_remedy():
 )
 def test_deepspeed_on_gpus_and_on_cpu_ranks(option, stage, offloads):
     for accelerator, kind in (("gpu", ZeroStrategy), ("cpu", CPUZeroStrategy)):
-        node = config_of("+exp=spire", f"trainer={option}", f"trainer.accelerator={accelerator}")["trainer"]["strategy"]
+        node = config_of("+exp=spire", f"trainer={option}", f"trainer.accelerator={accelerator}").trainer.strategy
         made = instantiate(node)
         assert type(made) is kind
         assert made.config["zero_optimization"]["stage"] == stage
@@ -112,27 +113,27 @@ def test_a_batch_that_ranks_cannot_share_out_is_refused():
 def test_defaults_fit_the_machine(monkeypatch, tmp_path):
     """One row for each of eight GPUs, the checkpoint's dtype; on a CPU one process in float32."""
     on_cpu = config_of("+exp=spire")
-    assert [on_cpu["trainer"][name] for name in ("accelerator", "devices")] == ["cpu", "auto"]
-    assert (on_cpu["data"]["batch_size"], on_cpu["target"]["dtype"]) == (4, "float32")
+    assert (on_cpu.trainer.accelerator, on_cpu.trainer.devices) == ("cpu", "auto")
+    assert (on_cpu.data.batch_size, on_cpu.target.dtype) == (4, "float32")
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 8)
     monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda **_: True)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "NVIDIA H100 80GB HBM3")
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: SimpleNamespace(total_memory=85e9))
     on_gpus = config_of("+exp=spire")
-    assert (on_gpus["trainer"]["accelerator"], on_gpus["trainer"]["precision"]) == ("gpu", "bf16-mixed")
-    assert (on_gpus["data"]["batch_size"], on_gpus["target"]["dtype"]) == (8, "bfloat16")
-    assert config_of("+exp=spire", "trainer=cpu")["target"]["dtype"] == "float32"
-    assert config_of("+exp=spire", "target.device=cpu")["target"]["dtype"] == "float32"
-    assert config_of("+exp=specdecpp")["data"]["batch_size"] == 32
+    assert (on_gpus.trainer.accelerator, on_gpus.trainer.precision) == ("gpu", "bf16-mixed")
+    assert (on_gpus.data.batch_size, on_gpus.target.dtype) == (8, "bfloat16")
+    assert config_of("+exp=spire", "trainer=cpu").target.dtype == "float32"
+    assert config_of("+exp=spire", "target.device=cpu").target.dtype == "float32"
+    assert config_of("+exp=specdecpp").data.batch_size == 32
     tiny_model().save_pretrained(tmp_path)
-    assert config_of("+exp=spire", f"target.path={tmp_path}")["target"]["dtype"] == "float32"
-    assert config_of("+exp=spire", "target.path=no/where")["target"]["dtype"] == "float32"
-    assert config_of("+exp=spire", "trainer.devices=3")["data"]["batch_size"] == 6
+    assert config_of("+exp=spire", f"target.path={tmp_path}").target.dtype == "float32"
+    assert config_of("+exp=spire", "target.path=no/where").target.dtype == "float32"
+    assert config_of("+exp=spire", "trainer.devices=3").data.batch_size == 6
     monkeypatch.setenv("TORCHELASTIC_RUN_ID", "x")
     monkeypatch.setenv("WORLD_SIZE", "16")
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "8")
-    assert config_of("+exp=spire", "trainer=ddp")["data"]["batch_size"] == 16
+    assert config_of("+exp=spire", "trainer=ddp").data.batch_size == 16
 
 
 def test_a_sweep_in_one_command_on_several_ranks_is_sent_to_torchrun():

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
+from omegaconf import OmegaConf
 
+from spectrain.config import plain
 from spectrain.errors import LostRankError, UserError
 from spectrain.stores import environment
 from spectrain.training import fit as fitting
@@ -90,16 +93,27 @@ def test_another_config_is_refused_and_named(tmp_path):
 
 def test_options_that_came_later_leave_runs_of_earlier_versions_as_they_were(tmp_path):
     now = config_of("+exp=spire")
-    before = {key: value for key, value in now.items() if key not in ("shifted_blocks", "own_key")}
-    before["optimizer"] = {key: value for key, value in now["optimizer"].items() if key != "final_share"}
+    before = {key: value for key, value in plain(now).items() if key not in ("shifted_blocks", "own_key")}
+    before["optimizer"] = {key: value for key, value in before["optimizer"].items() if key != "final_share"}
     assert RunFolder.path_of(before) == RunFolder.path_of(now)
     for changed in ("optimizer.final_share=0.1", "shifted_blocks=false", "own_key=false"):
         assert RunFolder.path_of(config_of("+exp=spire", changed)) != RunFolder.path_of(now)
-    place = {"run_dir": str(tmp_path / "run")}
-    RunFolder.find(before | place).begin()
-    with RunFolder.claim(now | place, settle=lambda config: config) as run:
+    place = str(tmp_path / "run")
+    RunFolder.find(before | {"run_dir": place}).begin()
+    with RunFolder.claim(replace(now, run_dir=place), settle=lambda config: config) as run:
         assert run.resumes
-        assert run.config["optimizer"].get("final_share", 0.0) == 0.0
+        assert run.config.own.optimizer.final_share == 0.0
+        assert (run.config.own.shifted_blocks, run.config.own.own_key) == (True, True)
+
+
+def test_the_config_of_an_earlier_version_lacks_options_and_has_others(tmp_path):
+    run = find(tmp_path)
+    run.begin()
+    earlier = plain(run.config) | {"gone": 1}
+    earlier["tau"] |= {"gone": 2}
+    del earlier["trainer"]["compile"], earlier["workload"], earlier["optimizer"]["final_share"]
+    OmegaConf.save(OmegaConf.create(earlier), run.path / "config.yaml")
+    assert RunFolder.open(run.path).config == run.config
 
 
 def test_a_training_may_go_on_elsewhere_but_a_measurement_may_not():
@@ -143,7 +157,7 @@ def test_an_export_is_replaced_by_its_own_run_only(tmp_path):
 def test_a_training_out_of_memory_names_what_to_lower(error):
     with (
         pytest.raises(UserError, match=r"data.batch_size=4 .* data.row_tokens=1024, or give trainer.activation_check"),
-        fitting.naming_the_remedy(config_of("+exp=spire")["data"], None),
+        fitting.naming_the_remedy(config_of("+exp=spire").data, None),
     ):
         raise error
 

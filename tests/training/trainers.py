@@ -6,14 +6,14 @@ from lightning import Trainer
 from lightning.pytorch.callbacks import Checkpoint
 
 from spectrain.cli import composed
-from spectrain.config import options_of, plain
+from spectrain.config import options_of
+from spectrain.config.training import Train
 from spectrain.planning.defaults import settled
 
 
-def config_of(*overrides: str) -> dict:
+def config_of(*overrides: str) -> Train:
     """Return the resolved config of a training, as a command settles it."""
-    options = options_of("train", composed("train", *overrides))
-    return settled(plain(options))
+    return settled(options_of("train", composed("train", *overrides)))
 
 
 def quiet_trainer(**options: object) -> Trainer:

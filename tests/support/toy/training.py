@@ -31,22 +31,22 @@ class ToyExperiment(DrafterExperiment):
         return ()
 
     def empty(self, kept: Tensor | None) -> ToyDrafter:
-        config = ToyConfig(shape_of(self.target.model), self.config["k"], None if kept is None else len(kept))
+        config = ToyConfig(shape_of(self.target.model), self.own.k, None if kept is None else len(kept))
         drafter = ToyDrafter(config, self.target)
         if kept is not None:
             drafter.kept = kept
         return drafter
 
     def new(self, rows: Rows) -> ToyDrafter:
-        drafter = self.empty(drafted_tokens(self.config["draft_vocab"], rows, self.target))
+        drafter = self.empty(drafted_tokens(self.own.draft_vocab, rows, self.target))
         torch.nn.init.eye_(drafter.previous.weight)
         return drafter
 
     def trained_before(self) -> ToyDrafter:
-        return load(Path(self.config["init"]), self.target, "init")
+        return load(Path(self.own.init), self.target, "init")
 
     def training(self, drafter: ToyDrafter, is_new: bool) -> ToyTraining:
-        return ToyTraining(drafter, self.target, LossSettings(), self.optimizer)
+        return ToyTraining(drafter, self.target, LossSettings(), self.own.optimizer)
 
     def model(self, weights: dict[str, Tensor]) -> ToyDrafter:
         return load_weights(self.empty(weights.get("drafter.kept")), weights, "drafter")
