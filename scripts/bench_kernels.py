@@ -215,7 +215,7 @@ def spire_chain(target: TargetModel, prompt: Tensor) -> Timed:
     """Return what times the draft steps of an untrained drafter."""
     config = SpireConfig(shape_of(target.model), (target.n_layer - 2, target.n_layer - 1), input="trained")
     method = Spire(SpireDrafter(config), draft_dtype="auto")
-    reading = target.with_capture(method.capture_layers)
+    reading = target.with_capture(method.method.capture_layers)
     method.start(reading, KVCache(1))
     method.state = method.finals[:1]
     position = torch.tensor([prompt.shape[1]])

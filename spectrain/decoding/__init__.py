@@ -1,7 +1,7 @@
 """The decoding loop: one lossless loop for every method, batch first. See `loop.py`."""
 
 from spectrain.decoding.context import Context
-from spectrain.decoding.drafter import Drafter
+from spectrain.decoding.drafter import Drafter, Method
 from spectrain.decoding.engine import Engine, Request, generate, stream
 from spectrain.decoding.generation import Generation
 from spectrain.decoding.loop import Emitted
@@ -23,6 +23,7 @@ __all__ = [
     "Engine",
     "Generation",
     "KVCache",
+    "Method",
     "Prefixes",
     "Request",
     "Sampling",

@@ -18,7 +18,7 @@ from weakref import finalize
 import torch
 
 from spectrain.decoding.context import Context
-from spectrain.decoding.drafter import Drafter
+from spectrain.decoding.drafter import Chooser, Drafter
 from spectrain.decoding.generation import Clock, Ending, Generation
 from spectrain.decoding.graph_capture import rehearse
 from spectrain.decoding.loop import Batch, Emitted, Row
@@ -102,10 +102,10 @@ class Engine:
         check_whole("batch_size", batch_size, 1)
         self.target, self.drafter, self.batch_size = target, drafter, batch_size
         self.verification, self.prefixes, self.cache_block_tokens = verification, prefixes, cache_block_tokens
-        self.draws = drafter.draws if draws == "auto" else draws
+        self.draws = drafter.method.draws if draws == "auto" else draws
         self.piece = PIECE.get(target.device.type, PIECE["cuda"]) if reads_in_pieces else None
         self.max_tokens = None if memory is None else memory // target.token_bytes  # of running requests, in all
-        most = [target.max_positions, drafter.max_positions]
+        most = [target.max_positions, drafter.method.max_positions]
         if self.max_tokens is not None:
             rows = 1 if target.device.type == "cpu" else batch_size  # which have slots for the longest text each
             most.append(self.max_tokens // rows - MOST_NODES)
@@ -158,7 +158,7 @@ class Engine:
         check_whole("max_new_tokens", request.max_new_tokens, 1)
         check_prompt(self.target, request.prompt, request.max_new_tokens)
         if (n_tokens := len(request.prompt) + request.max_new_tokens) > self.max_length:
-            is_drafters = self.max_length == self.drafter.max_positions
+            is_drafters = self.max_length == self.drafter.method.max_positions
             room = "the draft model's context holds" if is_drafters else "there is memory for"
             other = "choose another drafter" if is_drafters else "give more memory"
             raise UserError(
@@ -234,8 +234,9 @@ class Engine:
         _BATCH_OF[id(self.drafter)] = self._mark = object()
         # The steps of a batch in which one row draws take as long as if all did.
         first = next((row.sampling for row in self._waiting if not row.sampling.greedy), self._waiting[0].sampling)
-        self.drafter.prepare(self.target, first, self.batch_size)
-        target = self.target.with_capture(self.drafter.capture_layers)
+        is_chooser = isinstance(self.drafter, Chooser)
+        method = self.drafter.prepare(self.target, first, self.batch_size) if is_chooser else self.drafter.method
+        target = self.target.with_capture(method.capture_layers)
         if self._cache is not None and not self._has_memory([_reach(self._waiting[0])]):
             self.close()
         if self._cache is None:
@@ -437,7 +438,7 @@ def stream(
     most = [check_prompt(target, prompt, max_new_tokens, f"prompt {i}", max_length) for i, prompt in enumerate(prompts)]
     if not prompts:
         return
-    sampling = (sampling or Sampling()).drawn_by(drafter.draws)
+    sampling = (sampling or Sampling()).drawn_by(drafter.method.draws)
     longest = max(len(prompt) + new for prompt, new in zip(prompts, most, strict=True))
     options = {"stop_token_ids": stop_token_ids, "verification": verification, "draws": sampling.draws}
     options |= {"reads_in_pieces": False, "cache_block_tokens": cache_block_tokens, "max_length": longest}

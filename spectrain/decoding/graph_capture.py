@@ -45,7 +45,7 @@ def rehearse(
         return
     began, before, n_before = time.perf_counter(), _reserved(target.device), target.graphs.n_prepared
     sizes = sorted({min(size, cache.max_rows) for size in (*ROWS, cache.max_rows)})
-    room = min(cache.capacity, drafter.max_positions - 2 * PROMPT, target.max_positions - 2 * PROMPT)
+    room = min(cache.capacity, drafter.method.max_positions - 2 * PROMPT, target.max_positions - 2 * PROMPT)
     with stage("recording steps", len(sizes)) as advance:
         for size in sizes:
             prompt, never = [1 % target.vocab_size] * PROMPT, Ending(frozenset(), frozenset(), (), None)
@@ -85,7 +85,6 @@ class _Rehearsal(Drafter):
 
     def __init__(self, inner: Drafter, way: Callable[[Context], DraftTree]) -> None:
         self.inner, self.way = inner, way
-        self.capture_layers = inner.capture_layers
 
     def propose(self, context: Context) -> DraftTree:
         return self.way(context)

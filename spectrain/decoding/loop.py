@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from spectrain.decoding.context import Context
-from spectrain.decoding.drafter import Drafter
+from spectrain.decoding.drafter import Chooser, Drafter
 from spectrain.decoding.generation import Clock, Ending, Generation
 from spectrain.decoding.prefixes import Prefixes
 from spectrain.decoding.sampling import Sampling
@@ -130,11 +130,12 @@ class Batch:
         clock.lap("verify", n_rows)
         self.drafter.extend(context, step.emitted, step.asked)
         clock.lap("draft", n_rows)
-        clock.end_step(self.drafter.watch_clock(n_rows))
+        chooser = self.drafter if isinstance(self.drafter, Chooser) else None
+        clock.end_step(None if chooser is None else chooser.watch_clock(n_rows))
         for row, by_source, by_depth in zip(self.rows, step.by_source, step.by_depth, strict=True):
             row.generation.count_drafted(by_source, by_depth)
-            if self.drafter.choice is not None:
-                row.generation.count_choice(self.drafter.choice)
+            if chooser is not None and chooser.choice is not None:
+                row.generation.count_choice(chooser.choice)
         return self._emit(range(n_rows), step.emitted, step.sources, output.logits, verified.path)
 
     @torch.inference_mode()

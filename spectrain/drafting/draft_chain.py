@@ -40,16 +40,13 @@ class ChainDrafter(CountingDrafter):
     Args:
         gamma: most tokens of a chain.
         budget: drafts fewer where fewer are faster; None: nothing does.
+        stop: ends drafts before gamma tokens.
     """
 
-    drafts_chains = True
-    stop: StopRule | None = None  # ends drafts before gamma tokens
-
-    def __init__(self, gamma: int, budget: ChainBudget | None = None):
-        self.gamma, self.budget = gamma, budget
-
-    def warning(self, sampling: Sampling, verification: str = "block") -> str | None:
-        return None if self.stop is None else self.stop.warning(sampling, verification)
+    def __init__(self, gamma: int, budget: ChainBudget | None = None, stop: StopRule | None = None):
+        self.gamma, self.budget, self.stop = gamma, budget, stop
+        self._has_size = False  # of this draft, while graphs are recorded
+        self.describe(drafts_chains=True, warns=None if stop is None else stop.warning)
 
     def replays(self, context: Context, graphs: Graphs | None, vocab_size: int) -> bool:
         """Whether `replayed` can draw for these rows: a graph has the options of rows inside."""
@@ -133,7 +130,7 @@ class ChainDrafter(CountingDrafter):
             found, probs, inputs = [*found, rest[0]], probs + rest[1 : 1 + n_probs], rest[1 + n_probs : 4 + n_probs]
             going, drafted, *state_of_rule = rest[4 + n_probs :]
             stop.draft_forwards += width
-            is_last = first + width >= n_drawn or (self.pace is None and not bool(going.any()))  # the host waits
+            is_last = first + width >= n_drawn or not (self._has_size or bool(going.any()))  # the host waits
             if is_last:
                 break
             rule = [going, drafted, *rule[2:4], *state_of_rule]
@@ -146,21 +143,16 @@ class ChainDrafter(CountingDrafter):
         """Draft chains of at most so many tokens."""
 
     def rehearsals(self) -> Iterator[Callable[[Context], DraftTree]]:
-        def paced(size: int, context: Context) -> DraftTree:
-            self.pace = size
-            tree = self.propose(context)
-            self.pace = None
-            return tree
-
         sizes = (0, *range(PIECE, self.gamma, PIECE), self.gamma) if self.stop is not None else (0, self.gamma)
         sizes = sizes if self.budget is None else self.budget.lengths()
-        yield from (partial(paced, int(size)) for size in sizes)
+        yield from (partial(self.propose, size=int(size)) for size in sizes)
 
-    def propose(self, context: Context) -> DraftTree:
-        gamma = self.gamma if self.budget is None else self.budget.choose(context.n_rows)
-        if self.pace is not None:
-            gamma = self.pace
-        tree = self.draft(context, gamma) if gamma else DraftTree.root_only(context.roots)
+    def propose(self, context: Context, size: int | None = None) -> DraftTree:
+        """Draft chains. `size`: of so many tokens, where the shapes of steps are rehearsed; None: as many as pay."""
+        self._has_size = size is not None
+        if size is None:
+            size = self.gamma if self.budget is None else self.budget.choose(context.n_rows)
+        tree = self.draft(context, size) if size else DraftTree.root_only(context.roots)
         self.reads = tree.shape[1] - 1
         return tree
 

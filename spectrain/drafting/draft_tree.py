@@ -17,6 +17,7 @@ are then draws from q without replacement (Kool et al. 2019).
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from functools import partial
 
 import numpy as np
@@ -65,8 +66,6 @@ class TreeDrafter(LookupDrafter):
             alone.
     """
 
-    draws = "shared"  # at T = 1 the likeliest tokens are accepted half as often as draws with the target's own noise
-
     def __init__(
         self,
         model: Drafter,
@@ -84,9 +83,9 @@ class TreeDrafter(LookupDrafter):
         self.priors = [*found, *alone, *of_share, *both_known(OF_SHARE)]
         super().__init__(max_nodes)
         self.rank()
-        self.capture_layers, self.joins_late = model.capture_layers, model.joins_late
-        self.max_positions = model.max_positions
-        self.store = None if lookup is None else lookup.store
+        # At T = 1 the likeliest tokens are accepted half as often as draws with the target's own noise.
+        of_model, store = model.method, None if lookup is None else lookup.method.store
+        self.method = replace(of_model, draws="shared", drafts_chains=False, store=store)
         self.asking = Asking()
         self._stops = np.zeros(0, dtype=np.int64)  # tokens that end a text
 
@@ -95,9 +94,7 @@ class TreeDrafter(LookupDrafter):
 
     def rehearsals(self) -> Iterator[Callable[[Context], DraftTree]]:
         def levels(context: Context) -> DraftTree:
-            self.pace = self.levels
-            self._model_drafts(context, np.zeros((context.n_rows, 0)))
-            self.pace = None
+            self._model_drafts(context, np.zeros((context.n_rows, 0)), reads_all_levels=True)
             return DraftTree.root_only(context.roots)
 
         def behind_root(way: Callable[[Context], DraftTree], context: Context) -> DraftTree:
@@ -171,11 +168,7 @@ class TreeDrafter(LookupDrafter):
         n_rows = context.n_rows
         found, found_sizes = self.lookup.candidates(context, 1 + self.ranking.n_candidates)
         gained, value, likely = self.ranking.value_of(found, found_sizes[:, 0])
-        if self.pace is not None:
-            asks = self.pace > 0
-        else:
-            asks = self.budget is None or self.asking.asks(gained / n_rows, self._price(n_rows, 0, 1) / n_rows)
-        if not asks:
+        if not (self.budget is None or self.asking.asks(gained / n_rows, self._price(n_rows, 0, 1) / n_rows)):
             self.reads = 0
             return self.drafted(context, found, found_sizes)
         drafts, sizes = self._model_drafts(context, likely[:, 1:])
@@ -197,7 +190,9 @@ class TreeDrafter(LookupDrafter):
         seconds = self.budget.costs.draft_s(n_rows)
         return self.budget.rate(n_rows) * float(seconds[after] - seconds[before])
 
-    def _model_drafts(self, context: Context, others: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    def _model_drafts(
+        self, context: Context, others: np.ndarray, reads_all_levels: bool = False
+    ) -> tuple[np.ndarray, np.ndarray]:
         """The model's candidates [n, 4, N] int64 behind each root, as `drafted` takes them, and their sizes [n, 2].
 
         `others` [n, M] are the chances of candidates that somebody else has found.
@@ -230,7 +225,7 @@ class TreeDrafter(LookupDrafter):
             sizes[:, 0], sizes[:, 1] = new.stop, level + 1
             if level + 1 == levels:
                 break
-            chosen = self._next_read(drafts, sizes, new, others, level)
+            chosen = self._next_read(drafts, sizes, new, others, level, reads_all_levels)
             if chosen is None:
                 break
             read = np.concatenate([read, chosen], axis=1)
@@ -258,9 +253,9 @@ class TreeDrafter(LookupDrafter):
         return tokens.numpy(), self.first_kind + ranks * N_SHARES + buckets
 
     def _next_read(
-        self, drafts: np.ndarray, sizes: np.ndarray, new: slice, others: np.ndarray, level: int
+        self, drafts: np.ndarray, sizes: np.ndarray, new: slice, others: np.ndarray, level: int, is_sure: bool
     ) -> np.ndarray | None:
-        """The nodes [n, m] of the newest level, `level`, that are read next; None: it does not pay to read any."""
+        """The nodes [n, m] of the newest level, `level`, that are read next; None: none, unless it `is_sure`, pays."""
         n_rows, likely = len(drafts), self.ranking.likely(drafts, sizes[:, 0])
         n_scored = self.max_nodes - 1 if self.budget is None else self.budget.n_candidates
         chosen = np.empty((n_rows, self.branches), dtype=np.int64)
@@ -268,12 +263,8 @@ class TreeDrafter(LookupDrafter):
         if m and self.reads_all:
             m = self.branches
             chosen.sort(axis=1)
-        if self.pace is not None:
-            pays = level + 1 < self.pace
-        else:
-            cost = 0.0 if self.budget is None else self._price(n_rows, level + 1, level + 2)
-            pays = NEXT_LEVEL * reached > cost
-        return chosen[:, :m] if m and pays else None
+        cost = 0.0 if self.budget is None or is_sure else self._price(n_rows, level + 1, level + 2)
+        return chosen[:, :m] if m and (is_sure or NEXT_LEVEL * reached > cost) else None
 
 
 class Asking:

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from spectrain import kernels
-from spectrain.decoding import Context, Verified
+from spectrain.decoding import Context, Method, Verified
 from spectrain.decoding.graph_capture import any_tree
 from spectrain.drafting.budget import AUTO, CountingDrafter, TreeBudget
 from spectrain.drafting.ranking import Ranking
@@ -44,10 +44,9 @@ class LookupDrafter(CountingDrafter):
             been so far and what steps cost here (`budget.py`); `self.max_nodes` is then the most. See `rank`, too.
     """
 
-    budget: TreeBudget | None = None  # where max_nodes is "auto"
+    method = Method(joins_late=True)
     n_ranked = 0  # tokens of each row's last logits that it wants to know
     probe_shape: ProbeShape = NO_PROBES  # of the probes, which stand at nodes 1..P of every row
-    joins_late = True
     priors: Sequence[float] = (0.4,)  # of the kinds of its candidates, see `Ranking`
 
     def __init__(self, max_nodes: int | str):

@@ -98,8 +98,8 @@ class ModelDrafter(ChainDrafter):
         draft_vocab: int | str | None = None,
     ) -> None:
         config, self.tree_nodes = drafter.config, tree_nodes
-        super().__init__(config.k if gamma is None else gamma, budget)
-        self.trained, self.stop, self.draft_dtype, self.draft_vocab = drafter, stop, draft_dtype, draft_vocab
+        super().__init__(config.k if gamma is None else gamma, budget, stop)
+        self.trained, self.draft_dtype, self.draft_vocab = drafter, draft_dtype, draft_vocab
         if draft_vocab not in (None, AUTO):
             check_drafted(drafter, draft_vocab)
         self.drafter = drafter  # as it drafts; `start` makes it
@@ -108,7 +108,7 @@ class ModelDrafter(ChainDrafter):
         self.runtime: DraftRuntime | None = None
         if self.gamma > config.window_tokens:
             raise UserError(f"gamma={self.gamma} must be 1..window_tokens={config.window_tokens} of the drafter")
-        self.capture_layers = config.captured_layers
+        self.describe(capture_layers=config.captured_layers)
 
     def start(self, target: TargetModel, cache: KVCache) -> None:
         super().start(target, cache)
@@ -168,11 +168,11 @@ class ModelDrafter(ChainDrafter):
         return own.with_modules(ready)
 
     def read_of_prompts(self, lengths: Tensor) -> Tensor | None:
-        return self.keys.kept(lengths) if self.capture_layers else None
+        return self.keys.kept(lengths) if self.method.capture_layers else None
 
     def prefill(self, context: Context, output: TargetOutput, rows: range) -> None:
         super().prefill(context, output, rows)
-        if not self.capture_layers:
+        if not self.method.capture_layers:
             return
         for one in (*self._prompts, *self._missed):
             one.of += [-1] * len(rows)
@@ -200,7 +200,7 @@ class ModelDrafter(ChainDrafter):
         )
 
     def observe(self, context: Context, tree: DraftTree, output: TargetOutput, verified: Verified) -> None:
-        if not self.capture_layers:
+        if not self.method.capture_layers:
             return
         if self._prompts or self._missed:  # nothing was drafted, and what is older must be written first
             self.watch(context, output, verified)

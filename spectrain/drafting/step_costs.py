@@ -306,7 +306,7 @@ class Table:
     def keys_of(drafter: Drafter, sampling: Sampling) -> tuple[str, str]:
         """Under which keys the forwards and the drafts of a method stand."""
         kind = "greedy" if sampling.greedy else "sampled"
-        forwards = "forward of chains" if drafter.drafts_chains else "forward of trees"
+        forwards = "forward of chains" if drafter.method.drafts_chains else "forward of trees"
         return f"{forwards}, {kind}", f"{drafter.method.name or type(drafter).__name__}, {kind}"
 
     def _given(self, key: str, n_rows: int) -> dict[int, float]:

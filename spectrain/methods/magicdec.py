@@ -36,8 +36,6 @@ class MagicDec(ChainDrafter):
         max_nodes: nodes that the target may score, root and drafted tokens; caps gamma. None: gamma + 1.
     """
 
-    joins_late = True
-
     def __init__(
         self,
         gamma: Whole | None = None,
@@ -47,6 +45,7 @@ class MagicDec(ChainDrafter):
         max_nodes: Nodes | None = None,
     ):
         super().__init__(*lengths_of(gamma, max_nodes, GAMMA, MOST))
+        self.describe(joins_late=True)
         self.sink_tokens = sink_tokens
         self.window_tokens = window_tokens
         self.positions = positions

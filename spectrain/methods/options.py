@@ -28,7 +28,12 @@ Dtype = Literal["auto", "float32", "bfloat16", "int8"]
 
 def build_function(method: Mapping) -> Callable:
     """The class or function that a yaml's `_target_` names."""
-    return hydra.utils.get_object(method["_target_"])
+    try:
+        return hydra.utils.get_object(method["_target_"])
+    except ImportError as error:
+        if isinstance(error.__cause__, UserError):  # a `Drafter` that is refused
+            raise error.__cause__ from None
+        raise
 
 
 def module_of(method: Mapping) -> ModuleType:

@@ -17,7 +17,6 @@ from __future__ import annotations
 import inspect
 import logging
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import replace
 from pathlib import Path
 
 import hydra
@@ -171,7 +170,7 @@ def build_method(
     if ranks and isinstance(drafter, LookupDrafter):
         drafter.rank()
     used = tuple(str(options[option]) for option in FOLDERS if options.get(option))
-    drafter.method = replace(drafter.method, name=f"{name}-{digest(options)}", folders=used, target=target)
+    drafter.describe(name=f"{name}-{digest(options)}", folders=used, target=target)
     return Auto({name: drafter}, target) if chooses else drafter
 
 
@@ -194,8 +193,8 @@ def _build_auto(asked: Sequence[str], target: TargetModel, artifacts: Mapping[st
         is_chosen = asked or (kinds and all(kind in artifacts for kind in kinds))
         try:
             drafter = build_method(config, target, artifacts).arms[0].drafter
-            if drafter.max_positions < target.max_positions and not is_chosen:
-                raise UserError(f"the drafter's context holds {drafter.max_positions} tokens, the target's more")
+            if (longest := drafter.method.max_positions) < target.max_positions and not is_chosen:
+                raise UserError(f"the drafter's context holds {longest} tokens, the target's more")
         except UserError as error:
             if is_chosen:
                 raise
@@ -266,6 +265,6 @@ def build_configured(command: Generate | Responses, target: TargetModel, samplin
 
 def warned(drafter: Drafter, sampling: Sampling, command: object) -> Drafter:
     """Say in the log what a user of this method must know under the sampling and verification of the command."""
-    if warning := drafter.warning(sampling, getattr(command, "verification", "block")):
+    if warning := drafter.method.warning(sampling, getattr(command, "verification", "block")):
         log.warning("%s", warning)
     return drafter

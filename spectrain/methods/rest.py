@@ -54,7 +54,8 @@ class Rest(LookupDrafter):
         self, store: Datastore, options: RetrievalOptions, max_nodes: int | str, max_guesses: int | None = None
     ):
         super().__init__(max_nodes)
-        self.store, self.retriever, self.max_guesses = store, Retriever(store, options), max_guesses
+        self.retriever, self.max_guesses = Retriever(store, options), max_guesses
+        self.describe(store=store)
 
     def new_row(self, tokens: list[int]) -> deque[int]:
         return deque(tokens, maxlen=self.retriever.options.max_suffix)

@@ -15,7 +15,6 @@ from typing import Literal
 import torch
 
 from spectrain.decoding import Drafter
-from spectrain.decoding.drafter import Method
 from spectrain.drafting.draft_chain import candidates_within
 from spectrain.drafting.stopping import HeadStop, StopRule
 from spectrain.errors import UserError
@@ -102,6 +101,4 @@ def build(
     opened = replace(open_drafter(target, kind, folder), draft_dtype=draft_dtype)
     why_off = partial(facts.why_off, head)
     rule = HeadStop(opened.open_head(Path(head), facts), threshold, min_candidates, judge, why_off)
-    method = opened.with_stop(gamma, rule)
-    method.method = Method(artifacts={"head": head, kind: folder})
-    return method
+    return opened.with_stop(gamma, rule).describe(artifacts={"head": head, kind: folder})

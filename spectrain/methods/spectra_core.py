@@ -85,7 +85,7 @@ class SpectraCore(ProbingDrafter):
     ):
         self.options = options = options or CoreOptions()
         self.retriever = retriever
-        self.store = retriever.store if retriever is not None else None
+        self.describe(store=None if retriever is None else retriever.store)
         N, W, G = options.ngram_tokens, options.pool_sequences, options.max_guesses
         all_nodes = 1 + (N - 1) * W + (N - 1) * (G - 1) + N
         if max_nodes is None:

@@ -93,8 +93,6 @@ class Speculative(ChainDrafter):
         draft_dtype: float32 leaves the model's weights as they are; for auto and int8 see `draft_dtype_of`.
     """
 
-    joins_late = True
-
     def __init__(
         self,
         draft_model: TargetModel,
@@ -103,13 +101,13 @@ class Speculative(ChainDrafter):
         draft_dtype: str = "float32",
         budget: ChainBudget | None = None,
     ):
-        super().__init__(gamma, budget)
+        super().__init__(gamma, budget, stop)
         if draft_dtype_of(draft_dtype, draft_model.device, draft_model.dtype) == torch.int8:
             draft_model = draft_model.in_8_bits()
         self.draft_model = draft_model.with_hidden() if stop is not None and stop.needs_hidden else draft_model
-        self.stop = stop
         self.cache: KVCache | None = None
-        self.vocab_size, self.max_positions = draft_model.vocab_size, draft_model.max_positions
+        self.vocab_size = draft_model.vocab_size
+        self.describe(max_positions=draft_model.max_positions, joins_late=True)
         self._fits: TargetModel | None = None  # the last target whose tokenizer was compared
 
     def share(self, other: Speculative) -> None:
@@ -130,10 +128,10 @@ class Speculative(ChainDrafter):
         super().prefill(context, output, rows)
         lengths = [context.n_tokens[row] - 1 for row in rows]
         longest = max(context.n_tokens[row] + context.room[row] for row in rows)
-        if longest > self.max_positions:
+        if longest > self.method.max_positions:
             raise UserError(
                 f"prompt and new tokens may reach {longest}, but the draft model's context holds "
-                f"{self.max_positions}; shorten the prompt, lower max_new_tokens or choose another drafter"
+                f"{self.method.max_positions}; shorten the prompt, lower max_new_tokens or choose another drafter"
             )
         prompts = context.tokens[rows.start : rows.stop, : max(lengths)].to(self.draft_model.device)
         prompts = known_to(self.draft_model, prompts)

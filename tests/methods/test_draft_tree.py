@@ -19,6 +19,7 @@ from spectrain.models.rollout import rollout
 from spectrain.target import DraftTree, KVCache, Source, TargetModel
 from spectrain.target.tree import ROOT_PARENT
 from tests.conftest import VOCAB_SIZE, random_prompts, tiny_model
+from tests.decoding.reference import follow
 from tests.methods.test_spire import INPUTS, ForcedContext
 from tests.models.test_spire import make
 
@@ -64,7 +65,7 @@ def test_a_node_of_a_spire_tree_is_read_as_training_reads_its_branch(options, fu
         cache.commit(path, verified.accepted)
         cache.extend([k, k])
         emitted = [sequences[r, n : n + k].tolist() for r, n in enumerate(context.n_tokens)]
-        method.follow(context, tree, output, verified, output.logits[:, 8], emitted)
+        follow(method, context, tree, output, verified, output.logits[:, 8], emitted)
 
 
 def test_a_node_of_a_vanilla_tree_is_read_as_the_text_above_it():

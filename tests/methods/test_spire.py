@@ -17,6 +17,7 @@ from spectrain.target import DraftTree, KVCache, TargetModel
 from spectrain.target.target import FINAL
 from spectrain.target.weights import Int8Linear, RowsLinear, on_cpu
 from tests.conftest import VOCAB_SIZE, random_prompts, tiny_model
+from tests.decoding.reference import follow
 from tests.models.test_spire import ENGINE, make
 
 INPUTS = [
@@ -84,7 +85,7 @@ def test_decoding_equals_the_training_rollout(options):
         verified = Verified(path, torch.tensor([3, 3]), context.following(3))
         cache.keep(k)
         emitted = [sequences[r, n : n + k].tolist() for r, n in enumerate(context.n_tokens)]
-        method.follow(context, tree, output, verified, output.logits[:, 3], emitted)
+        follow(method, context, tree, output, verified, output.logits[:, 3], emitted)
 
 
 @pytest.mark.parametrize("options", [{"family": "qwen3", "sink_tokens": 2}, {"feedback": False}, *INPUTS[-4:]], ids=str)
