@@ -27,7 +27,8 @@ from spectrain.decoding.sampling import Sampling, row_generator
 from spectrain.errors import UserError, check_whole, shown
 from spectrain.target.kv_cache import KVCache, States
 from spectrain.target.memory import is_out_of_memory, out_of_memory_advice
-from spectrain.target.target import TargetModel, TargetOutput, unread_parts
+from spectrain.target.prefill import unread_parts
+from spectrain.target.target import TargetModel, TargetOutput
 
 MOST_NODES = 128  # of a step, for which the cache has room behind the text from the start
 PIECE = {"cpu": 128, "cuda": 1024}  # tokens of a long prompt that are read between two steps of other rows
@@ -218,13 +219,13 @@ class Engine:
             rows = [self._waiting.popleft()]
         told, self._told, self._reading = self._told, [], None
         self.close()
-        self.target.drop_caches()
+        self.target.caches.drop()
         return told + [Emitted(row.request, [], [], error=why) for row in rows]
 
     def close(self) -> None:
         """Leave the cache to the next engine of the target."""
         if self._cache is not None:
-            self.target.keep_cache(self._cache)
+            self.target.caches.keep(self._cache)
         self._cache = self._batch = None
 
     def _begin(self, rehearses: bool) -> None:
@@ -240,7 +241,7 @@ class Engine:
         if self._cache is not None and not self._has_memory([_reach(self._waiting[0])]):
             self.close()
         if self._cache is None:
-            self._cache = target.new_cache(self.batch_size, self.cache_block_tokens, self.max_length + MOST_NODES)
+            self._cache = target.caches.new(self.batch_size, self.cache_block_tokens, self.max_length + MOST_NODES)
         self._cache.clear()
         stop_ids = [token for token in self._ending.stop_ids if 0 <= token < target.vocab_size]
         if rehearses and target.graphs is not None:
@@ -326,7 +327,7 @@ class Engine:
             if not is_out_of_memory(error) or not batch.rows:
                 raise
             self._reading = None
-            self.target.drop_caches()
+            self.target.caches.drop()
             advice = out_of_memory_advice(self.target.device, len(reading.rows), max(map(_reach, reading.rows)))
             return [Emitted(row.request, [], [], error=advice) for row in reading.rows]
         if output is not None and reading.aside is not None:

@@ -59,10 +59,10 @@ class MagicDec(ChainDrafter):
         if self.positions == "cache" and (self.reader is None or self.reader.config is not target.config):
             self._inv_freq = rotary_frequencies(target)
         if self.cache is not None:
-            self.reader.keep_cache(self.cache)
+            self.reader.caches.keep(self.cache)
         self.reader, self.full = target, cache
         n_slots = self.sink_tokens + self.window_tokens + self.gamma  # the root and gamma - 1 drafts are fed
-        self.cache = target.new_cache(cache.max_rows, n_slots, n_slots)
+        self.cache = target.caches.new(cache.max_rows, n_slots, n_slots)
 
     def draft(self, context: Context, gamma: int) -> DraftTree:
         # The sparse cache is copied anew here, so there is nothing to do when drafts are rejected or rows end.

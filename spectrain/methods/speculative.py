@@ -121,8 +121,8 @@ class Speculative(ChainDrafter):
         self._fits = target
         self.vocab_size = target.vocab_size
         if self.cache is not None:
-            self.draft_model.keep_cache(self.cache)
-        self.cache = self.draft_model.new_cache(cache.max_rows, cache.block_tokens, cache.capacity)
+            self.draft_model.caches.keep(self.cache)
+        self.cache = self.draft_model.caches.new(cache.max_rows, cache.block_tokens, cache.capacity)
 
     def prefill(self, context: Context, output: TargetOutput, rows: range) -> None:
         super().prefill(context, output, rows)

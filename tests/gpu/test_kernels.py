@@ -82,7 +82,7 @@ def test_a_step_is_that_of_the_torch_decoder(family, graphs):
     trees = [DraftTree(*(part.to(CARD) for part in (tree.tokens, tree.parents, tree.source))) for tree in trees]
     for compile in ("triton", "none"):
         target = TargetModel(model, capture_layers=[1, -1], keeps_hidden=True, graphs=graphs, compile=compile)
-        cache, found = target.new_cache(3, 64, 64), []
+        cache, found = target.caches.new(3, 64, 64), []
         target.prefill(prompts.to(CARD), lengths, cache, range(3))
         for tree in (*trees, *[DraftTree.root_only(tree.tokens[:, 0]) for tree in trees]):
             for _ in range(3):

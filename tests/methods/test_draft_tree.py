@@ -73,7 +73,7 @@ def test_a_node_of_a_vanilla_tree_is_read_as_the_text_above_it():
     method, sequences = Speculative(TargetModel(model), 3), torch.randint(4, VOCAB_SIZE, (2, 20))
     context = ForcedContext(sequences, [9, 5])
     target = TargetModel(tiny_model("llama"))
-    cache = target.new_cache(2, 16, 40)
+    cache = target.caches.new(2, 16, 40)
     method.start(target, cache)
     method.prefill(context, None, range(2))
 
