@@ -14,7 +14,7 @@ from spectrain.retrieval.candidate_tree import CandidateTree
 from spectrain.retrieval.ngram_table import CountTable
 from spectrain.target import Source
 
-TOKENS_ONLY = True  # a serving engine can run it; see loading.py
+TOKENS_ONLY = True  # a serving engine can run it; see registry.py
 
 
 class AdaptiveNgram(LookupDrafter):

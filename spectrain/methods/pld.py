@@ -15,7 +15,7 @@ from spectrain.retrieval.candidate_tree import CandidateTree
 from spectrain.retrieval.ngram_table import PositionTable
 from spectrain.target import Source
 
-TOKENS_ONLY = True  # a serving engine can run it; see loading.py
+TOKENS_ONLY = True  # a serving engine can run it; see registry.py
 
 
 class PromptLookup(LookupDrafter):

@@ -18,7 +18,7 @@ from spectrain.retrieval.datastore import Datastore, open_datastore
 from spectrain.retrieval.fusion import RetrievalOptions, Retriever, store_priors
 from spectrain.target import TargetModel
 
-TOKENS_ONLY = True  # a serving engine can run it; see loading.py
+TOKENS_ONLY = True  # a serving engine can run it; see registry.py
 
 
 def build(

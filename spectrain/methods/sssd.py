@@ -36,7 +36,7 @@ from spectrain.retrieval.fusion import (
 )
 from spectrain.target import DraftTree, TargetModel
 
-TOKENS_ONLY = True  # a serving engine can run it; see loading.py
+TOKENS_ONLY = True  # a serving engine can run it; see registry.py
 Scale = Annotated[float, "[0, inf)"]
 DISCOUNTS = (
     "input_scale",

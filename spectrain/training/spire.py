@@ -25,7 +25,7 @@ from spectrain.terminal import stage
 from spectrain.training.base import Parts, compile_methods
 from spectrain.training.checkpoints import load_weights
 from spectrain.training.data import RowBatch, Rows
-from spectrain.training.drafter import STORED_DTYPE, DrafterExperiment, DrafterTraining, drafted_tokens
+from spectrain.training.drafters import STORED_DTYPE, DrafterExperiment, DrafterTraining, drafted_tokens
 from spectrain.training.losses import LossSettings
 from spectrain.training.optim import OptimizerSettings
 

@@ -20,7 +20,7 @@ from spectrain.decoding import Drafter, Sampling, generate, graph_capture
 from spectrain.decoding.loop import Batch
 from spectrain.decoding.sampling import Uniforms
 from spectrain.drafting.draft_chain import PIECE
-from spectrain.drafting.draft_tree import LEVELS
+from spectrain.drafting.tree_drafter import LEVELS
 from spectrain.kernels import Graphs
 from spectrain.methods.registry import BASELINE, build_method, method_config, method_names, with_papers_nodes
 from spectrain.target import TargetModel

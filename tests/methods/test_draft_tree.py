@@ -8,8 +8,8 @@ import torch
 
 from spectrain.decoding import Sampling, Verified, generate
 from spectrain.drafting import runtime
-from spectrain.drafting.draft_tree import Asking, TreeDrafter
 from spectrain.drafting.model_candidates import N_KINDS, N_SHARES, join
+from spectrain.drafting.tree_drafter import Asking, TreeDrafter
 from spectrain.methods.auto import Auto
 from spectrain.methods.autoregressive import Autoregressive
 from spectrain.methods.speculative import Speculative
