@@ -2,7 +2,8 @@
 
 from spectrain.decoding.context import Context
 from spectrain.decoding.drafter import Drafter, Method
-from spectrain.decoding.engine import Engine, Request, generate, stream
+from spectrain.decoding.engine import Engine, Request
+from spectrain.decoding.generating import generate, stream
 from spectrain.decoding.generation import Generation
 from spectrain.decoding.loop import Emitted
 from spectrain.decoding.prefixes import Prefixes

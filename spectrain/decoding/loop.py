@@ -1,6 +1,6 @@
 """The steps of a batch: propose a tree, one target forward, verify, commit.
 
-`Engine` fills the batch with requests, `generate` and `stream` of engine.py are its simplest callers.
+`Engine` fills the batch with requests, `generate` and `stream` of generating.py are its simplest callers.
 """
 
 from __future__ import annotations

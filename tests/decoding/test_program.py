@@ -13,9 +13,8 @@ import torch
 from spectrain.decoding import generate, stream
 from spectrain.kernels.cpu.attention import CHUNK
 from spectrain.methods.autoregressive import Autoregressive
-from spectrain.target import DraftTree, KVCache, TargetModel
+from spectrain.target import DraftTree, KVCache, TargetModel, cache_pool
 from spectrain.target import forward as module
-from spectrain.target import target as target_module
 from tests.conftest import VOCAB_SIZE, random_prompts, tiny_model
 from tests.decoding.reference import greedy_by_full_forwards, random_parents, tree_of
 
@@ -196,7 +195,7 @@ def test_a_cache_is_used_again_and_nothing_of_the_last_text_is_seen(monkeypatch)
         model.lm_head.weight.data = model.lm_head.weight.data.flip(0).contiguous()
         text(9)
         assert target.caches.kept != [kept], "weights have other addresses"
-        monkeypatch.setattr(target_module, "KEPT_BYTES", 1000)
+        monkeypatch.setattr(cache_pool, "KEPT_BYTES", 1000)
         text(9)
         assert target.caches.kept == [], "too large"
     finally:
