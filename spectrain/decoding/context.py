@@ -10,8 +10,7 @@ from collections.abc import Callable, Collection, Sequence
 import torch
 from torch import Tensor
 
-from spectrain.decoding.noise import SharedNoise
-from spectrain.decoding.sampling import RowSampling, Sampling, Uniforms, argmax, sampling_of
+from spectrain.decoding.sampling import RowSampling, Sampling, SharedNoise, Uniforms, argmax, sampling_of
 from spectrain.decoding.verify import Verified
 from spectrain.target.transfer import to_device, without
 

@@ -111,10 +111,6 @@ class Ending:
 Told = Callable[[float, float], None]  # is told the seconds of a step's draft, and of the rest
 
 
-def _untold(draft_s: float, rest_s: float) -> None:
-    """Nobody asks what this step took."""
-
-
 class Clock:
     """Divides time among the rows of a batch: the time between two laps is shared equally by the active rows.
 
@@ -140,7 +136,7 @@ class Clock:
 
     def end_step(self, told: Told | None) -> None:
         """A step has ended: say what its draft took, and the rest of it, once that is known."""
-        told = told or _untold
+        told = told or (lambda draft_s, rest_s: None)
         if self.on_gpu:
             self._laps.append(told)
         else:

@@ -13,8 +13,7 @@ import torch
 from torch import Tensor
 
 from spectrain import kernels
-from spectrain.decoding.noise import SharedNoise
-from spectrain.decoding.sampling import RowSampling, Sampling, Uniforms, argmax, draw_token
+from spectrain.decoding.sampling import RowSampling, Sampling, SharedNoise, Uniforms, argmax, draw_token
 from spectrain.errors import check_choice
 from spectrain.kernels import ROWS, Graphs, padded
 from spectrain.target.kv_cache import KVCache

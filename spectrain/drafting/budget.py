@@ -42,14 +42,11 @@ class Budget:
 
 
 class CountingDrafter(Drafter):
-    """A method that may learn how often its drafts are accepted; `counts` says from what, None: it does not."""
+    """A method that may learn how often its drafts are accepted."""
 
+    counts: Counts | None = None  # from which it learns; None: it does not
     budget: ChainBudget | TreeBudget | None = None  # chooses how much it drafts; None: that is fixed
     reads = 0  # of a draft model, in this step
-
-    @property
-    def counts(self) -> Counts | None:
-        return self.budget
 
     def start(self, target: TargetModel, cache: KVCache) -> None:
         if self.counts is not None:

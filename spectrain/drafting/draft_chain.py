@@ -44,9 +44,10 @@ class ChainDrafter(CountingDrafter):
     """
 
     def __init__(self, gamma: int, budget: ChainBudget | None = None, stop: StopRule | None = None):
-        self.gamma, self.budget, self.stop = gamma, budget, stop
+        self.gamma, self.stop = gamma, stop
+        self.budget = self.counts = budget
         self._has_size = False  # of this draft, while graphs are recorded
-        self.describe(drafts_chains=True, warns=None if stop is None else stop.warning)
+        self.describe(drafts_chains=True, warns=None if stop is None else stop.warns)
 
     def replays(self, context: Context, graphs: Graphs | None, vocab_size: int) -> bool:
         """Whether `replayed` can draw for these rows: a graph has the options of rows inside."""

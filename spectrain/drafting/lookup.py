@@ -53,16 +53,13 @@ class LookupDrafter(CountingDrafter):
         if max_nodes == AUTO:
             self.budget, max_nodes = TreeBudget(self.priors, MOST_NODES), MOST_NODES
         self.max_nodes, self.ranking = max_nodes, self.budget
+        self.counts = self.ranking
         self.rows: list[RowState] = []
         self.ranked: list[list[int]] = []  # by row: the likeliest tokens of its last logits, best first
 
-    @property
-    def counts(self) -> Ranking | None:
-        return self.ranking
-
     def rank(self) -> None:
         """Score the likeliest candidates, by what has been accepted so far; not the first in the method's own order."""
-        self.ranking = self.ranking or Ranking(self.priors, self.max_nodes)
+        self.ranking = self.counts = self.ranking or Ranking(self.priors, self.max_nodes)
 
     @property
     def nodes_of_step(self) -> int:

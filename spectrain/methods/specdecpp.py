@@ -99,6 +99,6 @@ def build(
     recorded = inside or (facts.drafter.path if Path(facts.drafter.path).exists() else None)
     folder = str(drafter or recorded or find_artifact(kind, target))
     opened = replace(open_drafter(target, kind, folder), draft_dtype=draft_dtype)
-    why_off = partial(facts.why_off, head)
-    rule = HeadStop(opened.open_head(Path(head), facts), threshold, min_candidates, judge, why_off)
+    warns = partial(facts.why_off, head)
+    rule = HeadStop(opened.open_head(Path(head), facts), threshold, min_candidates, judge, warns)
     return opened.with_stop(gamma, rule).describe(artifacts={"head": head, kind: folder})

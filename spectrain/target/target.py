@@ -21,7 +21,7 @@ from spectrain.errors import UserError, check_choice
 from spectrain.kernels import NODES, ROWS, Graphs, padded
 from spectrain.target.cache_pool import CachePool
 from spectrain.target.facts import ModelFacts
-from spectrain.target.hidden_states import Features, TextReader, stacked
+from spectrain.target.hidden_states import Features, read_texts, stacked
 from spectrain.target.kv_cache import KVCache
 from spectrain.target.lean import LLAMA_LIKE, LeanEngine, shape_of, why_not_fused, why_not_lean
 from spectrain.target.masks import Nodes, nodes_mask, tree_mask
@@ -70,7 +70,7 @@ class TargetModel(ModelFacts):
         UserError: the model is none that the loop can run, or the engine does not know it.
     """
 
-    has_blocks = True  # False: nothing is run, and only embedding and unembedding are in memory (embedding_only.py)
+    has_blocks = True  # False: nothing is run, and only embedding and unembedding are in memory (`open_tables`)
 
     def __init__(
         self,
@@ -187,7 +187,7 @@ class TargetModel(ModelFacts):
         With `starts`, documents that are packed into a row do not see each other (see `packed_mask`). Memory is linear
         in T, but for the masks of packed rows of up to MOST_MASKED tokens.
         """
-        return TextReader(self._engine, self.capture_layers, self.prefill_chunk).features(tokens, starts)
+        return read_texts(self._engine, self.capture_layers, self.prefill_chunk, tokens, starts)
 
     def features_of_own(self, tokens: Tensor, starts: Tensor | None = None) -> Features:
         """Return the `features` of rows that this rank has alone, and the others of its group others.
