@@ -9,11 +9,11 @@ from spectrain.decoding.loop import Emitted
 from spectrain.decoding.prefixes import Prefixes
 from spectrain.decoding.sampling import Sampling
 from spectrain.decoding.verify import Verified, verify
+from spectrain.target.device import to_device
 from spectrain.target.fingerprint import fingerprint, tokenizer_fingerprint
 from spectrain.target.kv_cache import KVCache
 from spectrain.target.loading import load_target
 from spectrain.target.target import TargetModel, TargetOutput
-from spectrain.target.transfer import to_device
 from spectrain.target.tree import DraftTree, Source
 
 __all__ = [

@@ -25,8 +25,8 @@ from spectrain.decoding.loop import Batch, Emitted, Row
 from spectrain.decoding.prefixes import Prefixes
 from spectrain.decoding.sampling import Sampling, row_generator
 from spectrain.errors import UserError, check_whole, shown
+from spectrain.target.device import is_out_of_memory, out_of_memory_advice
 from spectrain.target.kv_cache import KVCache, States
-from spectrain.target.memory import is_out_of_memory, out_of_memory_advice
 from spectrain.target.prefill import unread_parts
 from spectrain.target.target import TargetModel, TargetOutput
 

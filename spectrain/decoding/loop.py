@@ -19,10 +19,9 @@ from spectrain.decoding.generation import Clock, Ending, Generation
 from spectrain.decoding.prefixes import Prefixes
 from spectrain.decoding.sampling import Sampling
 from spectrain.decoding.verify import Verified, verify
+from spectrain.target.device import is_out_of_memory, to_device
 from spectrain.target.kv_cache import KVCache
-from spectrain.target.memory import is_out_of_memory
 from spectrain.target.target import TargetModel, TargetOutput
-from spectrain.target.transfer import to_device
 from spectrain.target.tree import DraftTree, Source
 
 PROBE = 1 << 16  # is added to the parents of probes

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
+from functools import cached_property
 
 import numpy as np
 import torch
@@ -19,7 +20,7 @@ from spectrain import kernels
 from spectrain.errors import UserError, check_choice, check_number, check_whole
 from spectrain.kernels import TEMPERATURE, reference
 from spectrain.kernels.reference import GAMMA, mixed
-from spectrain.target.transfer import to_device, without
+from spectrain.target.device import to_device, without
 
 DRAWS = ("auto", "inverse", "shared")
 GREEDY_BELOW = 1e-5  # a lower temperature counts as 0, as in vLLM: logits divided by it may overflow
@@ -64,11 +65,11 @@ class Sampling:
             )
         return cls(**options)
 
-    @property
+    @cached_property  # each step asks several times
     def greedy(self) -> bool:
         return self.temperature == 0
 
-    @property
+    @cached_property
     def shares_noise(self) -> bool:
         """Whether target and drafters draw with the same noise."""
         return self.draws == "shared" and not self.greedy

@@ -99,7 +99,8 @@ class ChainBudget(Budget, Counts):
 
     def lengths(self) -> np.ndarray:
         """Lengths of chains that it chooses among."""
-        return self.costs.lengths[self.costs.lengths <= self.most]
+        lengths = self.costs.lengths
+        return lengths[lengths <= self.most]
 
     def seconds(self, n_rows: int) -> np.ndarray:
         """Seconds [most + 1] of a step of n rows, by the length of their chains."""

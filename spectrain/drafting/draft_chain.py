@@ -17,7 +17,7 @@ from spectrain.drafting.budget import AUTO, ChainBudget, CountingDrafter
 from spectrain.drafting.stopping import StopRule
 from spectrain.errors import UserError
 from spectrain.kernels import Graphs
-from spectrain.target.transfer import to_device
+from spectrain.target.device import to_device
 from spectrain.target.tree import DraftTree
 
 PIECE = 4  # tokens that are drawn before the host asks a rule
@@ -221,16 +221,13 @@ def draft_chain(
     if max(left) < 1:
         return DraftTree.root_only(context.roots)
     if whole is not None:
-        longest = max(left) if context.device.type == "cpu" else gamma  # elsewhere each length would be recorded
-        ragged = to_device(torch.tensor(left).clamp_min(0), context.device) if min(left) < longest else None
-        tokens, probs, lengths = whole(context, longest, ragged)
-        return _cut(context, tokens, lengths, probs)
+        return cut(context, *whole(context, *limits(context, gamma)))
     drafting = [count > 0 for count in left]
     stop = stop or StopRule()
     state = stop.begin(len(left), context.device)
     tokens, probs, lengths = [], [], [0] * len(left)
     if not context.sampling.greedy:
-        context.uniforms.reserve(max(left))  # at once, so that `_cut` can give back what it does not need
+        context.uniforms.reserve(max(left))  # at once, so that `cut` can give back what it does not need
     said = first()
     stop.draft_forwards += 1
     for i in range(1, max(left) + 1):
@@ -256,12 +253,18 @@ def draft_chain(
     if not tokens:
         return DraftTree.root_only(context.roots)
     ragged = to_device(torch.tensor(lengths), context.device) if min(lengths) < len(tokens) else None
-    return _cut(context, torch.stack(tokens, dim=1), ragged, probs)
+    return cut(context, torch.stack(tokens, dim=1), probs, ragged)
 
 
-def _cut(
-    context: Context, tokens: Tensor, lengths: Tensor | None, probs: Sequence[Tensor] | Tensor | None
-) -> DraftTree:
+def limits(context: Context, gamma: int) -> tuple[int, Tensor | None]:
+    """Return the most tokens of chains, and those of each row [n] int64; None: as many. 0: no row has room."""
+    left = [min(gamma, room - 1) for room in context.room]
+    longest = max(left) if context.device.type == "cpu" else gamma  # elsewhere each length would be recorded
+    ragged = to_device(torch.tensor(left).clamp_min(0), context.device) if min(left) < longest else None
+    return longest if max(left) > 0 else 0, ragged
+
+
+def cut(context: Context, tokens: Tensor, probs: Sequence[Tensor] | Tensor | None, lengths: Tensor | None) -> DraftTree:
     """Make chains of tokens [n, i], each of which stops with the first token that ends its text (SpecDec++, note 1).
 
     The random numbers of the tokens that are cut off are given back, so that drafting step by step and as a whole chain

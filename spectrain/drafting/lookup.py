@@ -23,7 +23,7 @@ from spectrain.drafting.budget import AUTO, CountingDrafter, TreeBudget
 from spectrain.drafting.ranking import Ranking
 from spectrain.retrieval.candidate_tree import NO_PROBES, CandidateTree, ProbeShape, as_drafts
 from spectrain.target import DraftTree, KVCache, TargetModel, TargetOutput
-from spectrain.target.transfer import to_device
+from spectrain.target.device import to_device
 from spectrain.target.tree import PADDING_PARENT
 
 MOST_NODES = 64  # of a tree under `auto`

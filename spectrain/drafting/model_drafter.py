@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from spectrain.decoding import Context, Verified
 from spectrain.drafting.budget import AUTO, ChainBudget
-from spectrain.drafting.draft_chain import ChainDrafter, Chains, DraftStep, draft_chain
+from spectrain.drafting.draft_chain import ChainDrafter, Chains, DraftStep, cut, draft_chain, limits
 from spectrain.drafting.runtime import DraftRuntime
 from spectrain.drafting.stopping import StopRule
 from spectrain.drafting.window_keys import WindowKeys
@@ -27,8 +27,8 @@ from spectrain.errors import UserError, check_whole
 from spectrain.kernels import padded
 from spectrain.models.drafter_model import DrafterModel
 from spectrain.target import DraftTree, KVCache, TargetModel, TargetOutput
+from spectrain.target.device import to_device
 from spectrain.target.lean import fused_kernels
-from spectrain.target.transfer import to_device
 from spectrain.target.weights import for_drafting, version
 
 PATHS = (8, 32, 128)  # nodes of accepted paths, whose memories are written at once
@@ -190,13 +190,15 @@ class ModelDrafter(ChainDrafter):
         self.read_context(context)
         roots = context.lengths - 1  # [n] positions
         self.state = self.finals[: context.n_rows]
+        if (whole := self._shortest_way(context)) is not None:
+            longest, ragged = limits(context, gamma)
+            return cut(context, *whole(context, longest, ragged)) if longest else DraftTree.root_only(context.roots)
         return draft_chain(
             context,
             gamma,
             first=lambda: self._next(context.roots, roots),
             step=lambda tokens, i: self._next(tokens, roots + i),
             stop=self.stop,
-            whole=self._shortest_way(context),
         )
 
     def observe(self, context: Context, tree: DraftTree, output: TargetOutput, verified: Verified) -> None:

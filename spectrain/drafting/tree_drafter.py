@@ -44,7 +44,7 @@ from spectrain.drafting.model_candidates import (
 )
 from spectrain.drafting.ranking import KINDS, PARENTS, SOURCES, TOKENS
 from spectrain.target import DraftTree, KVCache, Source, TargetModel, TargetOutput
-from spectrain.target.transfer import to_device
+from spectrain.target.device import to_device
 from spectrain.target.tree import ROOT_PARENT
 
 BRANCHES, LEVELS = 4, 5

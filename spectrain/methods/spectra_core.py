@@ -24,7 +24,7 @@ from spectrain.methods.options import Nodes, Whole
 from spectrain.retrieval.candidate_tree import CandidateTree, ProbeShape
 from spectrain.retrieval.fusion import Retriever, store_priors
 from spectrain.target import Source, TargetModel
-from spectrain.target.transfer import to_device
+from spectrain.target.device import to_device
 
 BACKWARD = len(AGE_PRIORS)  # the kind of the backward guess, behind those of forward guesses by age
 

@@ -19,10 +19,10 @@ from spectrain.methods.options import Dtype, Nodes, Whole
 from spectrain.models.artifacts import fastest_gamma, is_export, read_manifest, trained_acceptance
 from spectrain.models.draft_states import ModelStates, in_vocabulary, known_to
 from spectrain.models.kinds import about
+from spectrain.target.device import to_device
 from spectrain.target.kv_cache import KVCache
 from spectrain.target.loading import load_target
 from spectrain.target.target import TargetModel, TargetOutput
-from spectrain.target.transfer import to_device
 from spectrain.target.tree import DraftTree
 from spectrain.target.weights import draft_dtype_of
 

@@ -8,11 +8,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from spectrain.target.device import device_type
 from spectrain.target.kv_cache import KVCache
 from spectrain.target.lean import LeanEngine
 from spectrain.target.llama import in_pieces
 from spectrain.target.masks import MOST_MASKED, causal_mask, each_alone, packed_mask
-from spectrain.target.memory import device_type
 from spectrain.target.modules import TransformersEngine
 
 
