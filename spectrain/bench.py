@@ -41,8 +41,7 @@ from spectrain.measure.results import QuestionRow, nodes_of, summarise
 from spectrain.measure.tables import terminal_tables
 from spectrain.methods import registry
 from spectrain.methods.auto import Auto, why_plain
-from spectrain.methods.folders import given_artifacts
-from spectrain.methods.options import names
+from spectrain.methods.options import given_artifacts, names
 from spectrain.methods.pld import PromptLookup
 from spectrain.methods.speculative import Speculative
 from spectrain.planning.cost import hardware_named

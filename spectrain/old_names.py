@@ -10,6 +10,7 @@ from types import ModuleType
 
 MOVED = {
     "spectrain.drafting.draft_tree": "spectrain.drafting.tree_drafter",
+    "spectrain.methods.folders": "spectrain.methods.options",
     "spectrain.methods.loading": "spectrain.methods.registry",
     "spectrain.methods.lookup": "spectrain.drafting.lookup",
     "spectrain.serving.transformers_generate": "spectrain.exports.transformers_generate",

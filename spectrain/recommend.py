@@ -38,8 +38,7 @@ from spectrain.measure.benchmark import Benchmark
 from spectrain.measure.recommend import AUTO, FEWEST, Halving, measured, rows_that_fit
 from spectrain.measure.tables import estimate_of, fixed, for_terminal, interval, ordered, size, table_of
 from spectrain.methods import registry
-from spectrain.methods.folders import FOLDERS, artifact_kinds
-from spectrain.methods.options import names
+from spectrain.methods.options import FOLDERS, artifact_kinds, names
 from spectrain.planning.cost import speedup_by_depth
 from spectrain.planning.defaults import plan_for, settled
 from spectrain.stores.environment import OtherWork, device_facts, is_disturbed, provenance

@@ -23,7 +23,7 @@ from spectrain.measure.baselines import BASELINES
 from spectrain.measure.benchmark import Benchmark
 from spectrain.measure.questions import STDLIB_CHARACTERS, read_questions
 from spectrain.measure.results import QuestionRow
-from spectrain.methods.folders import artifact_kinds
+from spectrain.methods.options import artifact_kinds
 from spectrain.methods.pld import PromptLookup
 from spectrain.methods.registry import build_methods, method_config, method_configs, method_names
 from spectrain.stores.folder import locked

@@ -26,7 +26,7 @@ from spectrain.methods.registry import load_method
 from spectrain.target import TargetModel
 from spectrain.target.kv_cache import KVCache
 from spectrain.target.loading import read_tokenizer
-from spectrain.target.plain import describe
+from spectrain.target.modules import describe
 from spectrain.target.tree import DraftTree
 
 WARPERS = {

@@ -6,8 +6,7 @@ from typing import Literal
 
 from spectrain.drafting.budget import AUTO
 from spectrain.drafting.tree_drafter import BRANCHES, LEVELS, TreeDrafter
-from spectrain.methods.folders import method_of_kind
-from spectrain.methods.options import Dtype, Nodes, Whole
+from spectrain.methods.options import Dtype, Nodes, Whole, method_of_kind
 from spectrain.methods.sssd import Sssd, SssdOptions
 from spectrain.retrieval.datastore import open_datastore
 from spectrain.target import TargetModel

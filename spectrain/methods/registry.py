@@ -7,7 +7,7 @@
 
 `generate`, `bench`, exports, serving and the tests find methods here and nowhere else. The `_target_` of a yaml is a
 class or function that builds the method, and the rest of the yaml are its options. Its signature says what it takes:
-the target, where it has a parameter `target`; folders (`folders.py`), where it has `drafter`, `head` or `datastore`;
+the target, where it has a parameter `target`; folders (`options.py`), where it has `drafter`, `head` or `datastore`;
 and the options with their types (`options.py`). The default of `max_nodes` is that of the paper; None: all, or
 gamma + 1. The module may say more by two constants:
 
@@ -37,8 +37,19 @@ from spectrain.drafting.budget import AUTO
 from spectrain.drafting.lookup import LookupDrafter
 from spectrain.errors import UserError, nearest, shown
 from spectrain.methods.auto import Auto, candidates
-from spectrain.methods.folders import FOLDERS, artifact_kinds, check_taken, chosen_folder, given_artifacts
-from spectrain.methods.options import build_function, check_options, module_of, names, option_types, plain_options
+from spectrain.methods.options import (
+    FOLDERS,
+    artifact_kinds,
+    build_function,
+    check_options,
+    check_taken,
+    chosen_folder,
+    given_artifacts,
+    module_of,
+    names,
+    option_types,
+    plain_options,
+)
 from spectrain.models.artifacts import (
     check_artifact,
     check_tokenizer,
@@ -150,7 +161,7 @@ def instantiate(method: Mapping, target: TargetModel | None, options: Mapping) -
 def build_method(
     method: DictConfig, target: TargetModel | None, artifacts: Mapping[str, str] | None = None, ranks: bool = True
 ) -> Drafter:
-    """Build a method of `conf/method/` for this target, with its folders; see `folders.py`.
+    """Build a method of `conf/method/` for this target, with its folders; see `options.py`.
 
     Args:
         method: the yaml's content.

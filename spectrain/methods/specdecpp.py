@@ -18,8 +18,7 @@ from spectrain.decoding import Drafter
 from spectrain.drafting.draft_chain import candidates_within
 from spectrain.drafting.stopping import HeadStop, StopRule
 from spectrain.errors import UserError
-from spectrain.methods.folders import find_artifact, method_of_kind
-from spectrain.methods.options import Dtype, Nodes, Share, Whole
+from spectrain.methods.options import Dtype, Nodes, Share, Whole, find_artifact, method_of_kind
 from spectrain.models.artifacts import check_weights
 from spectrain.models.draft_states import DraftStates
 from spectrain.models.head import AcceptanceHead, DrafterFacts, HeadFacts, load_head, own_drafter, read_head_facts

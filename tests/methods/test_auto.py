@@ -13,7 +13,7 @@ from omegaconf import OmegaConf
 from spectrain.decoding import Drafter, Generation, Sampling, generate
 from spectrain.decoding.generation import Choices
 from spectrain.errors import UserError
-from spectrain.methods import auto, folders, registry
+from spectrain.methods import auto, options, registry
 from spectrain.methods.auto import PLAIN, Auto
 from spectrain.methods.autoregressive import Autoregressive
 from spectrain.methods.registry import build_method, method_config, method_names
@@ -259,7 +259,7 @@ def test_a_draft_model_of_a_shorter_context_is_no_choice_unless_it_was_given(art
     short = Artifacts(tmp_path, artifacts.target, lambda: tiny_model("llama", max_position_embeddings=32), lambda: [])
     folder = short.get("vanilla")
     monkeypatch.setattr(registry, "candidates", lambda: {"pld": (), "speculative": ()})
-    monkeypatch.setattr(folders, "find_artifact", lambda kind, target: folder)
+    monkeypatch.setattr(options, "find_artifact", lambda kind, target: folder)
     config = OmegaConf.merge(method_config("auto"), {"methods": None})
     assert "speculative" in [arm.name for arm in build_method(config, short.target, {"vanilla": folder}).arms]
     assert [arm.name for arm in build_method(config, short.target, {}).arms] == ["pld", PLAIN]
@@ -273,7 +273,7 @@ def test_auto_leaves_out_what_another_choice_finds_as_well(artifacts, monkeypatc
             raise UserError(f"no {kind}")
         return at_hand[kind]
 
-    monkeypatch.setattr(folders, "find_artifact", find)
+    monkeypatch.setattr(options, "find_artifact", find)
 
     def choices() -> list[str]:
         return [arm.name for arm in build_method(method_config("auto"), artifacts.target).arms]
@@ -300,7 +300,7 @@ def test_a_drafters_tree_takes_the_datastore_at_hand(artifacts, monkeypatch, tmp
     config = method_config("spire_sssd")
     found = build_method(config, artifacts.target, {"spire": spire})
     assert found.arms[0].drafter.method.store is None
-    monkeypatch.setattr(folders, "find_artifact", lambda kind, target: {"datastore": store}[kind])
+    monkeypatch.setattr(options, "find_artifact", lambda kind, target: {"datastore": store}[kind])
     found = build_method(config, artifacts.target, {"spire": spire})
     assert found.arms[0].drafter.method.store.folder == Path(store)
     alone = OmegaConf.merge(config, {"datastore": None})

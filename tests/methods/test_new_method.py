@@ -46,6 +46,7 @@ def install(code: str, folder: Path, monkeypatch) -> None:
     (folder / "conf" / "method" / "echo.yaml").write_text(YAML)
     monkeypatch.setattr(config, "PACKAGE", folder / "spectrain")
     monkeypatch.setattr(methods, "__path__", [*methods.__path__, str(folder)])
+    vars(methods).pop("echo", None)  # of another test
 
 
 def test_a_method_of_one_file_and_one_yaml_is_found_and_benchmarked(run, tmp_path, monkeypatch):
