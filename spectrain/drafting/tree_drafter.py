@@ -75,6 +75,7 @@ class TreeDrafter(LookupDrafter):
         lookup: LookupDrafter | None = None,
     ):
         self.model, self.branches, self.levels, self.lookup = model, branches, levels, lookup
+        self._parts = [model] if lookup is None else [model, lookup]
         found = [] if lookup is None else list(lookup.priors)
         self.n_found = len(found)  # kinds of the lookup's candidates; then come the same where the model names others
         self.first_kind = 2 * len(found)  # of the model's; behind them those that the lookup found, too
@@ -94,7 +95,7 @@ class TreeDrafter(LookupDrafter):
 
     def rehearsals(self) -> Iterator[Callable[[Context], DraftTree]]:
         def levels(context: Context) -> DraftTree:
-            self._model_drafts(context, np.zeros((context.n_rows, 0)), reads_all_levels=True)
+            self._model_drafts(context, np.zeros((context.n_rows, 0)), deep=True)
             return DraftTree.root_only(context.roots)
 
         def behind_root(way: Callable[[Context], DraftTree], context: Context) -> DraftTree:
@@ -148,10 +149,6 @@ class TreeDrafter(LookupDrafter):
         for part in self._parts:
             part.forget()
 
-    @property
-    def _parts(self) -> list[Drafter]:
-        return [self.model] if self.lookup is None else [self.model, self.lookup]
-
     def _set_priors(self, shares_noise: bool) -> None:
         """Kinds are told apart by E / q or by q, which say different things."""
         first = self.first_kind + N_KINDS
@@ -190,12 +187,10 @@ class TreeDrafter(LookupDrafter):
         seconds = self.budget.costs.draft_s(n_rows)
         return self.budget.rate(n_rows) * float(seconds[after] - seconds[before])
 
-    def _model_drafts(
-        self, context: Context, others: np.ndarray, reads_all_levels: bool = False
-    ) -> tuple[np.ndarray, np.ndarray]:
+    def _model_drafts(self, context: Context, others: np.ndarray, deep: bool = False) -> tuple[np.ndarray, np.ndarray]:
         """The model's candidates [n, 4, N] int64 behind each root, as `drafted` takes them, and their sizes [n, 2].
 
-        `others` [n, M] are the chances of candidates that somebody else has found.
+        `others` [n, M] are the chances of candidates that somebody else has found. `deep`: all levels are read.
         """
         n_rows, branches = context.n_rows, self.branches
         levels = min(self.levels, max(context.room) - 1)
@@ -225,7 +220,7 @@ class TreeDrafter(LookupDrafter):
             sizes[:, 0], sizes[:, 1] = new.stop, level + 1
             if level + 1 == levels:
                 break
-            chosen = self._next_read(drafts, sizes, new, others, level, reads_all_levels)
+            chosen = self._next_read(drafts, sizes, new, others, level, deep)
             if chosen is None:
                 break
             read = np.concatenate([read, chosen], axis=1)
@@ -253,9 +248,9 @@ class TreeDrafter(LookupDrafter):
         return tokens.numpy(), self.first_kind + ranks * N_SHARES + buckets
 
     def _next_read(
-        self, drafts: np.ndarray, sizes: np.ndarray, new: slice, others: np.ndarray, level: int, is_sure: bool
+        self, drafts: np.ndarray, sizes: np.ndarray, new: slice, others: np.ndarray, level: int, deep: bool
     ) -> np.ndarray | None:
-        """The nodes [n, m] of the newest level, `level`, that are read next; None: none, unless it `is_sure`, pays."""
+        """The nodes [n, m] of the newest level, `level`, that are read next; None: it is not `deep`, and none pays."""
         n_rows, likely = len(drafts), self.ranking.likely(drafts, sizes[:, 0])
         n_scored = self.max_nodes - 1 if self.budget is None else self.budget.n_candidates
         chosen = np.empty((n_rows, self.branches), dtype=np.int64)
@@ -263,8 +258,8 @@ class TreeDrafter(LookupDrafter):
         if m and self.reads_all:
             m = self.branches
             chosen.sort(axis=1)
-        cost = 0.0 if self.budget is None or is_sure else self._price(n_rows, level + 1, level + 2)
-        return chosen[:, :m] if m and (is_sure or NEXT_LEVEL * reached > cost) else None
+        cost = 0.0 if self.budget is None or deep else self._price(n_rows, level + 1, level + 2)
+        return chosen[:, :m] if m and (deep or NEXT_LEVEL * reached > cost) else None
 
 
 class Asking:

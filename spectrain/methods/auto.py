@@ -122,7 +122,7 @@ class Auto(Chooser):
             store=next((one.store for one in of if one.store), None),
             max_positions=min(one.max_positions for one in of),
             draws=draws.pop() if len(draws) == 1 else Method.draws,
-            warns=partial(_first_warning, of),
+            warns=lambda *asked: next(filter(None, (one.warning(*asked) for one in of)), None),
         )
 
     def prepare(self, target: TargetModel, sampling: Sampling, n_rows: int) -> Method:
@@ -168,7 +168,8 @@ class Auto(Chooser):
         if not asked or any(one is None for one in asked):
             return None
         most = max(asked, key=lambda one: one.shape[1])
-        return most if all(bool(((one < 0) | _is_in(one, most)).all()) for one in asked) else None
+        inside = [(one < 0) | (one[:, :, None] == most[:, None]).any(-1) for one in asked]
+        return most if all(bool(one.all()) for one in inside) else None
 
     def prefill(self, context: Context, output: TargetOutput, rows: range) -> None:
         self._end_block()
@@ -237,22 +238,6 @@ class Auto(Chooser):
                     arm.drafter.free(one)
                 arm.known = []
         self.n_rows -= 1
-
-    @property
-    def why_plain(self) -> str | None:
-        """Why hardly anything was drafted, as one sentence; None: something was."""
-        if not self.tried or 5 * sum(arm.n_steps for arm in self.tried) > self.n_steps:
-            return None
-        costs = self.tried[0].costs
-        n_rows = min(costs.n_rows, max(1, self._rows_before)) if costs else 1
-        best = max(self.tried, key=lambda arm: arm.speed(n_rows) if arm.n_steps else 0.0)
-        if not best.n_steps:
-            return "nothing was drafted: by the table of seconds no draft can be faster than plain decoding here"
-        nodes, share = best.sums[2] / best.sums[0], best.accepted / max(1, best.drafted)
-        return (
-            f"hardly anything was drafted: a step of {best.name} with {nodes:.0f} nodes takes {best.cost(n_rows):.1f} "
-            f"times as long as plain decoding here, and {100 * share:.0f} % of its drafted tokens were accepted"
-        )
 
     def _end_block(self) -> None:
         self._left = 0
@@ -330,13 +315,16 @@ class Auto(Chooser):
 
 def why_plain(drafter: Drafter) -> str | None:
     """Return why a method drafted hardly anything, as one sentence; None: it drafted, or had no choice."""
-    return drafter.why_plain if isinstance(drafter, Auto) else None
-
-
-def _first_warning(methods: Sequence[Method], sampling: Sampling, verification: str) -> str | None:
-    return next(filter(None, (one.warning(sampling, verification) for one in methods)), None)
-
-
-def _is_in(positions: Tensor, others: Tensor) -> Tensor:
-    """Whether each of the positions [R, P] is among those of its row in others [R, Q], [R, P] bool."""
-    return (positions[:, :, None] == others[:, None]).any(dim=-1)
+    tried = drafter.tried if isinstance(drafter, Auto) else []
+    if not tried or 5 * sum(arm.n_steps for arm in tried) > drafter.n_steps:
+        return None
+    costs = tried[0].costs
+    n_rows = min(costs.n_rows, max(1, drafter._rows_before)) if costs else 1
+    best = max(tried, key=lambda arm: arm.speed(n_rows) if arm.n_steps else 0.0)
+    if not best.n_steps:
+        return "nothing was drafted: by the table of seconds no draft can be faster than plain decoding here"
+    nodes, share = best.sums[2] / best.sums[0], best.accepted / max(1, best.drafted)
+    return (
+        f"hardly anything was drafted: a step of {best.name} with {nodes:.0f} nodes takes {best.cost(n_rows):.1f} "
+        f"times as long as plain decoding here, and {100 * share:.0f} % of its drafted tokens were accepted"
+    )

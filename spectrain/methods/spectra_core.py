@@ -11,7 +11,7 @@ Letters, as in the paper: W candidates, N tokens of one, G guesses, r ~ U(0, 1).
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Annotated
 
@@ -269,11 +269,6 @@ class NgramStorage:
         return text[n_tail:]
 
 
-def n_equal(a: Iterable[int], b: Iterable[int]) -> int:
+def n_equal(a: Sequence[int], b: Sequence[int]) -> int:
     """Tokens at the beginning of both."""
-    count = 0
-    for x, y in zip(a, b, strict=False):
-        if x != y:
-            break
-        count += 1
-    return count
+    return next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))

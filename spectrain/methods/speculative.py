@@ -93,6 +93,8 @@ class Speculative(ChainDrafter):
         draft_dtype: float32 leaves the model's weights as they are; for auto and int8 see `draft_dtype_of`.
     """
 
+    names = None  # tokens stand for themselves
+
     def __init__(
         self,
         draft_model: TargetModel,
@@ -181,10 +183,6 @@ class Speculative(ChainDrafter):
         logits = self.draft_model.score(moved, self.cache).logits[:, -n_new:]
         self.cache.keep(1)
         return in_vocabulary(logits, self.vocab_size).to(context.device)
-
-    @property
-    def names(self) -> Tensor | None:
-        return None
 
     def resume(self, context: Context, emitted: Sequence[Sequence[int]]) -> None:
         # What was drafted last stands in the cache behind the text of that time, whose last token may be unread.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 
 from spectrain.kernels import ROWS, Graphs, padded
 from spectrain.target.kv_cache import KVCache
@@ -14,18 +15,14 @@ KEPT_CACHES = 4  # on a GPU, of generations of other numbers of rows, and of dra
 KEPT_PROGRAMS = 64  # that such a cache has; trees and drafts have any of some twenty sizes, prompts eight
 
 
+@dataclass(eq=False)
 class CachePool:
-    """The caches of one model, for all who decode with it.
+    """The caches of one model, for all who decode with it."""
 
-    Args:
-        engine: that fills them.
-        graphs: that are recorded over them; None: none are.
-        n_layer: of the model.
-    """
-
-    def __init__(self, engine: LeanEngine | TransformersEngine, graphs: Graphs | None, n_layer: int) -> None:
-        self.engine, self.graphs, self.n_layer = engine, graphs, n_layer
-        self.kept: list[KVCache] = []
+    engine: LeanEngine | TransformersEngine  # fills them
+    graphs: Graphs | None  # that are recorded over them; None: none are
+    n_layer: int  # of the model
+    kept: list[KVCache] = field(default_factory=list)
 
     def new(self, max_rows: int, block_tokens: int, n_tokens: int) -> KVCache:
         """Return an empty cache, or one that was given back by `keep`. For errors see `LeanEngine.begin`."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Generator, Iterator, Sequence
+from collections.abc import Generator, Sequence
 from functools import partial
 
 import torch
@@ -44,7 +44,7 @@ def read_prompts(
         return *found, read
     last = torch.tensor(lengths, device=tokens.device) - 1
     logits, captured = None, None
-    for start, stop in _pieces(parts, size):
+    for start, stop in ((i, min(i + size, end)) for first, end in parts for i in range(first, end, size)):
         cache.begin(rows, [start] * n_rows, stop - start)
         piece, states, _ = engine.run(
             tokens[:, start:stop],
@@ -52,7 +52,7 @@ def read_prompts(
             cache,
             causal_mask(stop - start, stop, tokens.device) if start else None,
             layers,
-            kept=partial(_at_position, (last - start).clamp(0, stop - start - 1)),
+            kept=partial(_at_positions, (last - start)[:, None]),
         )
         here = ((last >= start) & (last < stop))[:, None, None]
         logits = piece if logits is None else torch.where(here, piece, logits)
@@ -79,15 +79,6 @@ def unread_parts(wanted: Tensor | None, known: int, n_tokens: int) -> list[tuple
     return parts
 
 
-def _pieces(parts: Sequence[tuple[int, int]], size: int) -> Iterator[tuple[int, int]]:
-    """Divide parts into pieces of at most so many tokens."""
-    return ((start, min(start + size, stop)) for first, stop in parts for start in range(first, stop, size))
-
-
 def _at_positions(positions: Tensor, hidden: Tensor) -> Tensor:  # [R, P], [R, T, D] -> [R, P, D]
     index = positions.clamp(0, hidden.shape[1] - 1).to(hidden.device)
     return hidden.gather(1, index[:, :, None].expand(-1, -1, hidden.shape[-1]))
-
-
-def _at_position(position: Tensor, hidden: Tensor) -> Tensor:  # [R], [R, T, D] -> [R, 1, D]
-    return hidden.gather(1, position.to(hidden.device)[:, None, None].expand(-1, 1, hidden.shape[-1]))
