@@ -72,7 +72,7 @@ class Generation:
         for source, count in enumerate(by_source):
             if count:
                 self.drafted_by_source[source] += count
-        self.retrieval_hits += any(by_source[source] for source in LOOKED_UP)
+        self.retrieval_hits += any(map(by_source.__getitem__, LOOKED_UP))
         for depth, count in enumerate(by_depth[1:]):
             if count:
                 while depth >= len(self.steps_by_depth):

@@ -251,8 +251,8 @@ def _read_back(tree: DraftTree, verified: Verified, asked: Tensor | None) -> _St
                 if parent < PROBE:
                     by_source[sources[node]] += 1
                     by_depth[depth] += 1
-        step.emitted.append([*(tokens[node] for node in nodes), row[0]])
-        step.sources.append([*(sources[node] for node in nodes), int(Source.ROOT)])
+        step.emitted.append([*map(tokens.__getitem__, nodes), row[0]])
+        step.sources.append([*map(sources.__getitem__, nodes), int(Source.ROOT)])
         step.by_source.append(by_source)
         step.by_depth.append(by_depth)
         step.asked.append(row[2 + 3 * n + n_depths :])
@@ -262,5 +262,5 @@ def _read_back(tree: DraftTree, verified: Verified, asked: Tensor | None) -> _St
 def _joined(parts: list[Tensor]) -> list[list[int]]:
     """Return the rows of tensors [n, .] side by side, in one transfer from a device."""
     if parts[0].device.type == "cpu":
-        return [[*itertools.chain(*rows)] for rows in zip(*(part.tolist() for part in parts), strict=True)]
+        return [[*itertools.chain(*rows)] for rows in zip(*map(Tensor.tolist, parts), strict=True)]
     return torch.cat(parts, dim=1).tolist()
