@@ -46,7 +46,7 @@ def check_drafted(drafter: DrafterModel, draft_vocab: int) -> None:
 
 
 @dataclass(eq=False)
-class Unread:
+class PendingStates:
     """States of the target whose memories a drafter has not made yet."""
 
     captured: Tensor  # [m, P, C, D]
@@ -118,7 +118,7 @@ class ModelDrafter(ChainDrafter):
                 f"the drafter is for a target of vocabulary {shape.vocab_size} and width {shape.hidden_size}, "
                 f"not {target.vocab_size} and {target.config.hidden_size}; train one for this target"
             )
-        drafter = self.drafter = self.fitted(target)
+        drafter = self.drafter = self.for_target(target)
         if self.runtime is not None and self.runtime.fits(drafter, self.gamma, cache.max_rows):
             self.keys.clear()
         else:
@@ -129,8 +129,8 @@ class ModelDrafter(ChainDrafter):
             self.runtime = DraftRuntime(drafter, keys)
         self.runtime.graphs = target.graphs
         self.runtime.kernels = fused_kernels(shape, target.device) if target.fuses else None
-        self._prompts: list[Unread] = []
-        self._missed: deque[Unread] = deque()  # of steps without this method
+        self._prompts: list[PendingStates] = []
+        self._missed: deque[PendingStates] = deque()  # of steps without this method
         # [rows, D] the target's state before each root. `state` [n, D] is the one before the token that is read next.
         self.finals = self.drafter.norm.weight.new_zeros(cache.max_rows, shape.hidden_size)
 
@@ -138,21 +138,21 @@ class ModelDrafter(ChainDrafter):
         """Draft with the drafter of another method, which must be of the same folder and options."""
         self._of, self.trained = other, other.trained
 
-    def fitted(self, target: TargetModel) -> DrafterModel:
+    def for_target(self, target: TargetModel) -> DrafterModel:
         """Return the drafter as it drafts for a target: where the target is, with weights of `draft_dtype`."""
         if self._of is not None:
-            return self._of.fitted(target)
-        if self._of_trained(target) != self._made_for:
-            self.drafter = self._made(target)
-            self._made_for = self._of_trained(target)  # which may have been moved
+            return self._of.for_target(target)
+        if self._cache_key(target) != self._made_for:
+            self.drafter = self._for_device(target)
+            self._made_for = self._cache_key(target)  # which may have been moved
         return self.drafter
 
-    def _of_trained(self, target: TargetModel) -> tuple:
+    def _cache_key(self, target: TargetModel) -> tuple:
         """What changes where another drafter must be made for a target."""
         return target.device, target.dtype, self.trained.norm.weight.data_ptr(), version(self.trained)
 
     @torch.no_grad()
-    def _made(self, target: TargetModel) -> DrafterModel:
+    def _for_device(self, target: TargetModel) -> DrafterModel:
         trained, n_tokens, ready = self.trained, self.draft_vocab, {}
         if n_tokens == AUTO:
             n_tokens = FEW_TOKENS if target.device.type == "cpu" else None
@@ -183,7 +183,7 @@ class ModelDrafter(ChainDrafter):
             places = (kept[:, :, None] == output.positions[:, None]).long().argmax(dim=-1)
             captured = captured.gather(1, places[:, :, None, None].expand(-1, -1, *captured.shape[2:]))
         # Their memories are made when something is drafted: many methods share a generation, and not all of them draft.
-        self._prompts.append(Unread(captured, kept, [-1] * rows.start + [*range(len(rows))]))
+        self._prompts.append(PendingStates(captured, kept, [-1] * rows.start + [*range(len(rows))]))
 
     def draft(self, context: Context, gamma: int) -> DraftTree:
         self._catch_up()
@@ -262,7 +262,7 @@ class ModelDrafter(ChainDrafter):
                 self._missed.popleft()  # it is no sink, and no window reaches back to it
             else:
                 self._catch_up()
-        self._missed.append(Unread(captured, positions, [*range(context.n_rows)]))
+        self._missed.append(PendingStates(captured, positions, [*range(context.n_rows)]))
 
     def resume(self, context: Context, emitted: Sequence[Sequence[int]]) -> None:
         self._catch_up()

@@ -8,7 +8,7 @@ candidates are scored (`ranking.py`). So drafts are deterministic, and verified 
 The lookup's candidates join the same tree (in no paper): a node that both know is a kind of its own, since it is right
 more often, and so is one that the model, having read its parent, does not hold for likely. All compete by what was
 learnt of their kinds. A lookup costs next to nothing, so it comes first, and the model is read only in steps where it
-is likely to add more than its seconds are worth (`Asking`).
+is likely to add more than its seconds are worth (`DraftModelGate`).
 
 Where target and drafter share their noise, a candidate's rank is by E / q, as the target ranks by E / p. The first ones
 are then draws from q without replacement (Kool et al. 2019).
@@ -29,7 +29,6 @@ from spectrain.decoding import Context, Drafter, Verified
 from spectrain.drafting.budget import AUTO
 from spectrain.drafting.lookup import LookupDrafter
 from spectrain.drafting.model_candidates import (
-    ALONE,
     LEADS,
     N_KINDS,
     N_SHARES,
@@ -37,10 +36,11 @@ from spectrain.drafting.model_candidates import (
     OF_SHARE,
     RANKS,
     SHARES,
+    UNPROPOSED_FACTOR,
     both_known,
-    join,
+    inverse_temperature,
+    merge_lookup,
     next_read,
-    sharpness_of,
 )
 from spectrain.drafting.ranking import KINDS, PARENTS, SOURCES, TOKENS
 from spectrain.target import DraftTree, KVCache, Source, TargetModel, TargetOutput
@@ -79,7 +79,7 @@ class TreeDrafter(LookupDrafter):
         found = [] if lookup is None else list(lookup.priors)
         self.n_found = len(found)  # kinds of the lookup's candidates; then come the same where the model names others
         self.first_kind = 2 * len(found)  # of the model's; behind them those that the lookup found, too
-        alone = [ALONE * chance for chance in found]
+        alone = [UNPROPOSED_FACTOR * chance for chance in found]
         of_share = [chance * (1.0 if rank == 0 else 0.8) for rank in range(RANKS) for chance in OF_SHARE]
         self.priors = [*found, *alone, *of_share, *both_known(OF_SHARE)]
         super().__init__(max_nodes)
@@ -87,7 +87,7 @@ class TreeDrafter(LookupDrafter):
         # At T = 1 the likeliest tokens are accepted half as often as draws with the target's own noise.
         of_model, store = model.method, None if lookup is None else lookup.method.store
         self.method = replace(of_model, draws="shared", drafts_chains=False, store=store)
-        self.asking = Asking()
+        self.gate = DraftModelGate()
         self._stops = np.zeros(0, dtype=np.int64)  # tokens that end a text
 
     def new_row(self, tokens: list[int]) -> None:
@@ -145,7 +145,7 @@ class TreeDrafter(LookupDrafter):
 
     def forget(self) -> None:
         super().forget()
-        self.asking = Asking()
+        self.gate = DraftModelGate()
         for part in self._parts:
             part.forget()
 
@@ -165,7 +165,7 @@ class TreeDrafter(LookupDrafter):
         n_rows = context.n_rows
         found, found_sizes = self.lookup.candidates(context, 1 + self.ranking.n_candidates)
         gained, value, likely = self.ranking.value_of(found, found_sizes[:, 0])
-        if not (self.budget is None or self.asking.asks(gained / n_rows, self._price(n_rows, 0, 1) / n_rows)):
+        if not (self.budget is None or self.gate.should_read(gained / n_rows, self._price(n_rows, 0, 1) / n_rows)):
             self.reads = 0
             return self.drafted(context, found, found_sizes)
         drafts, sizes = self._model_drafts(context, likely[:, 1:])
@@ -173,13 +173,13 @@ class TreeDrafter(LookupDrafter):
         both[:, :, : drafts.shape[2]] = drafts
         kinds = self.n_found, self.first_kind
         for row, draft in enumerate(both):
-            sizes[row, 0] = join(draft, sizes[row, 0], found[row], found_sizes[row, 0], likely[row], kinds)
+            sizes[row, 0] = merge_lookup(draft, sizes[row, 0], found[row], found_sizes[row, 0], likely[row], kinds)
         sizes[:, 1] = np.maximum(sizes[:, 1], found_sizes[:, 1])
         tree = self.drafted(context, both, sizes)
         self.ranking.learn_also(found, found_sizes[:, 0], self.n_found)
         if self.budget is not None and self.reads:
             deeper = self._price(n_rows, 1, self.reads)
-            self.asking.count((self.ranking.value - value - deeper) / n_rows)
+            self.gate.record_gain((self.ranking.value - value - deeper) / n_rows)
         return tree
 
     def _price(self, n_rows: int, before: int, after: int) -> float:
@@ -232,7 +232,7 @@ class TreeDrafter(LookupDrafter):
         self, context: Context, logits: Tensor, branches: int, keys: Tensor | None
     ) -> tuple[np.ndarray, np.ndarray]:
         """The B likeliest tokens behind nodes with these logits [n, m, K], and their kinds, [n, m, B] each."""
-        sharpness = to_device(sharpness_of(context), logits.device)
+        sharpness = to_device(inverse_temperature(context), logits.device)
         if keys is not None:
             probs = (logits.float() * sharpness[:, None, None]).softmax(-1).cpu()
             tokens, late = kernels.first_by_noise(probs, keys, self._names, branches)
@@ -262,7 +262,7 @@ class TreeDrafter(LookupDrafter):
         return chosen[:, :m] if m and (deep or NEXT_LEVEL * reached > cost) else None
 
 
-class Asking:
+class DraftModelGate:
     """Chooses in which steps a draft model is read, given what a lookup has found for the step.
 
     It is read if it has lately added more tokens to the lookup's than could be gained in its seconds otherwise. Where
@@ -279,7 +279,7 @@ class Asking:
         self.waited = np.zeros(len(self.ADDED), dtype=np.int64)
         self._bucket = 0
 
-    def asks(self, found: float, price: float) -> bool:
+    def should_read(self, found: float, price: float) -> bool:
         """Whether it is read where the lookup may gain `found` tokens per row, and reading must add `price`."""
         self._bucket = of = int(np.searchsorted(self.FOUND, found, side="right"))
         self.waited[of] += 1
@@ -288,7 +288,7 @@ class Asking:
             self.waited[of] = 0
         return bool(is_read)
 
-    def count(self, added: float) -> None:
+    def record_gain(self, added: float) -> None:
         """It was read, and may add so many tokens per row."""
         of = self._bucket
         self.n_steps[of] = min(self.n_steps[of] + 1, self.MEAN_STEPS)
