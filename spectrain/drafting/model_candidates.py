@@ -28,9 +28,7 @@ N_KINDS = RANKS * N_SHARES
 SURENESS = np.array([0.2, 0.45, 0.75])  # of a lookup's chance, where a new kind of what both know begins
 OF_SURENESS = (0.1, 0.32, 0.6, 0.85)
 PRIOR = 0.35  # the chance of a candidate of which nothing is known
-UNPROPOSED_FACTOR = (
-    0.4  # how likely one of a lookup is that the model could have named, and did not, over what it is otherwise
-)
+UNPROPOSED_FACTOR = 0.4  # of the chance of a lookup's candidate that the model could have named, and did not
 
 
 def both_known(of_model: Sequence[float]) -> list[float]:
