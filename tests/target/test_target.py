@@ -85,7 +85,7 @@ def test_packed_documents_of_several_rows_are_texts_of_their_own(any_target, mon
     torch.testing.assert_close(features.captured, masked, rtol=1e-4, atol=1e-4)
     torch.testing.assert_close(target.logits_of(features.final_hidden), logits, rtol=1e-4, atol=1e-4)
     with monkeypatch.context() as elsewhere:  # elsewhere than on a CPU a mask keeps them apart
-        elsewhere.setattr(TargetModel, "device", torch.device("meta"))
+        elsewhere.setattr(type(target._engine), "device", torch.device("meta"))
         torch.testing.assert_close(target.features(tokens, starts).captured, masked, rtol=1e-4, atol=1e-4)
         elsewhere.setattr("spectrain.target.hidden_states.packed_mask", None)
         with pytest.raises(TypeError):
