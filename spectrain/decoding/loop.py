@@ -124,7 +124,7 @@ class Batch:
         asked = self.drafter.observe(context, tree, output, verified)
         clock.lap("draft", n_rows)
         step = _read_back(tree, verified, asked)  # until here the host waited for nothing
-        self.cache.extend([len(tokens) for tokens in step.emitted])
+        self.cache.extend([*map(len, step.emitted)])
         context.extend(step.emitted)
         clock.lap("verify", n_rows)
         self.drafter.extend(context, step.emitted, step.asked)
