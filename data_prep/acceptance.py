@@ -29,7 +29,7 @@ from spectrain.cli import interruptible, open_target
 from spectrain.config.commands import Acceptance
 from spectrain.decoding import Sampling
 from spectrain.errors import UserError
-from spectrain.methods.folders import find_artifact, given_artifacts
+from spectrain.methods.options import find_artifact, given_artifacts
 from spectrain.methods.specdecpp import OpenDrafter, open_drafter
 from spectrain.stores.folder import digest
 from spectrain.stores.locations import CHECKPOINTS

@@ -28,7 +28,7 @@ from spectrain.stores.features import FeatureManifest, quantise, shard_name, tok
 from spectrain.stores.files import free_bytes
 from spectrain.stores.folder import write_manifest
 from spectrain.target import fingerprint, tokenizer_fingerprint
-from spectrain.target.memory import is_out_of_memory
+from spectrain.target.device import is_out_of_memory
 from spectrain.target.target import TargetModel
 
 log = logging.getLogger(__name__)

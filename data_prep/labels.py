@@ -27,7 +27,7 @@ from data_prep.progress import Advance
 from spectrain.decoding.sampling import Sampling, row_generator
 from spectrain.errors import UserError
 from spectrain.models.draft_states import DraftStates
-from spectrain.models.labels import label_texts, mix_tokens
+from spectrain.models.labelled_texts import label_texts, mix_tokens
 from spectrain.stores.folder import digest
 from spectrain.stores.rows import AcceptanceManifest, label_columns, list_lengths, save_rows
 from spectrain.target.masks import length_buckets

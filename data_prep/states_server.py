@@ -30,8 +30,8 @@ from data_prep.capture import autocast
 from spectrain.errors import UserError
 from spectrain.stores.environment import free_files
 from spectrain.target import fingerprint
+from spectrain.target.device import is_out_of_memory
 from spectrain.target.loading import first_line
-from spectrain.target.memory import is_out_of_memory
 from spectrain.target.target import TargetModel
 from spectrain.training.served import HEADER_BYTES, VERSION, address_of, opened, read_values, send_object, send_values
 

@@ -215,7 +215,7 @@ def spire_chain(target: TargetModel, prompt: Tensor) -> Timed:
     """Return what times the draft steps of an untrained drafter."""
     config = SpireConfig(shape_of(target.model), (target.n_layer - 2, target.n_layer - 1), input="trained")
     method = Spire(SpireDrafter(config), draft_dtype="auto")
-    reading = target.with_capture(method.capture_layers)
+    reading = target.with_capture(method.method.capture_layers)
     method.start(reading, KVCache(1))
     method.state = method.finals[:1]
     position = torch.tensor([prompt.shape[1]])
@@ -253,7 +253,7 @@ def on_card(what: str, runs: Mapping[str, Callable[[], object]], n_bytes: float,
 
 def product_rows(target: TargetModel) -> Iterator[dict]:
     """Time the products of a block by each tile and by torch, with what stands around them, and the unembedding."""
-    from spectrain.kernels.cuda import operations
+    from spectrain.kernels.cuda import triton_kernels
 
     decoder = target._engine.decoder
     block, activation = decoder.blocks[0], decoder.shape.hidden_act
@@ -267,15 +267,15 @@ def product_rows(target: TargetModel) -> Iterator[dict]:
             "down": (block.down.weight, None, None, None, residual),
             "unembedding": (decoder.lm_head.weight, None),
         }.items():
-            product, x = operations._Product(*options), residual.new_ones(m, options[0].shape[1])
-            runs = {f"{t.outputs} x {t.inputs}": partial(product.tiled, x, t) for t in operations.TILES}
+            product, x = triton_kernels._Product(*options), residual.new_ones(m, options[0].shape[1])
+            runs = {f"{t.outputs} x {t.inputs}": partial(product.tiled, x, t) for t in triton_kernels.TILES}
             runs |= {"torch": partial(product.plain, x)}
             yield on_card(f"{name} of {m}", runs, options[0].nbytes)
 
 
 def attention_rows(target: TargetModel) -> Iterator[dict]:
     """Time what is not a product: one row, many rows, and many rows of which one is long."""
-    from spectrain.kernels.cuda import operations
+    from spectrain.kernels.cuda import triton_kernels
 
     decoder = target._engine.decoder
     shape, block, rope = decoder.shape, decoder.blocks[0], decoder.rope
@@ -290,13 +290,13 @@ def attention_rows(target: TargetModel) -> Iterator[dict]:
             joined, gates = block.qkv(x), keys.new_ones(m, 2 * shape.intermediate_size)
             slots = on_device[:, None] + torch.arange(n_nodes, device=target.device)
             seen = torch.ones(len(lengths), n_nodes, n_nodes, dtype=torch.bool, device=target.device).tril()
-            rotate = partial(operations.rotate, joined, None, 1e-5, (rope.inv_freq, rope.scaling), slots, slots)
+            rotate = partial(triton_kernels.rotate, joined, None, 1e-5, (rope.inv_freq, rope.scaling), slots, slots)
             queries = rotate(keys, values)
             runs = {
-                "attend": partial(operations.attend, queries, keys, values, on_device, seen),
+                "attend": partial(triton_kernels.attend, queries, keys, values, on_device, seen),
                 "rotate": partial(rotate, keys, values),
-                "add_norm": partial(operations.add_norm, x, x, block.input_norm.weight, 1e-5),
-                "gate": partial(operations.gate, gates, shape.hidden_act),
+                "add_norm": partial(triton_kernels.add_norm, x, x, block.input_norm.weight, 1e-5),
+                "gate": partial(triton_kernels.gate, gates, shape.hidden_act),
             }
             n_bytes = 2 * sum(lengths) * size[1] * size[3] * keys.element_size()
             yield on_card(f"{len(lengths)} rows up to {max(lengths)} x {n_nodes}", runs, n_bytes)

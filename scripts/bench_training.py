@@ -67,8 +67,8 @@ from spectrain.models.spire import SpireConfig, SpireDrafter
 from spectrain.planning.defaults import plan_for, settled
 from spectrain.stores.locations import bundled_folder
 from spectrain.target import TargetModel, load_target
+from spectrain.target.hidden_states import Features
 from spectrain.target.lean import shape_of
-from spectrain.target.target import Features
 from spectrain.training import spire
 from spectrain.training.base import experiment_type, open_experiment
 from spectrain.training.data import RowBatch, SeededLoader

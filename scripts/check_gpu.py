@@ -66,7 +66,7 @@ from spectrain.measure.questions import read_questions
 from spectrain.measure.results import summarise
 from spectrain.methods.auto import Auto
 from spectrain.methods.autoregressive import Autoregressive
-from spectrain.methods.folders import find_artifact
+from spectrain.methods.options import find_artifact
 from spectrain.methods.registry import BASELINE, build_method, method_config, method_names, with_papers_nodes
 from spectrain.methods.spire import Spire
 from spectrain.models.spire import SpireConfig, SpireDrafter

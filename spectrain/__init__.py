@@ -46,14 +46,14 @@ def load_target(name: str | Path = "pystdlib-8l", dtype: str = "float32", device
         UserError: says in one sentence what is missing or unsupported.
     """
     from spectrain.decoding import load_target
-    from spectrain.methods.loading import name_of
+    from spectrain.methods.registry import name_of
     from spectrain.models.packages import target_path
 
     return load_target(target_path(name_of("target", name)), dtype, device)
 
 
 def load_method(source: str | Path, target: TargetModel, **options: object) -> Drafter:
-    """Open a method by name, or an exported folder; see `spectrain.methods.loading.load_method`."""
-    from spectrain.methods.loading import load_method
+    """Open a method by name, or an exported folder; see `spectrain.methods.registry.load_method`."""
+    from spectrain.methods.registry import load_method
 
     return load_method(source, target, **options)

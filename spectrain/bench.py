@@ -48,9 +48,8 @@ from spectrain.measure.report_page import write_report
 from spectrain.measure.results import QuestionRow, nodes_of, summarise
 from spectrain.measure.tables import terminal_table, terminal_tables
 from spectrain.methods import registry
-from spectrain.methods.auto import Auto
-from spectrain.methods.folders import FOLDERS, artifact_kinds, given_artifacts
-from spectrain.methods.options import names
+from spectrain.methods.auto import Auto, why_plain
+from spectrain.methods.options import FOLDERS, artifact_kinds, given_artifacts, names
 from spectrain.methods.pld import PromptLookup
 from spectrain.methods.speculative import Speculative
 from spectrain.planning.cost import hardware_named
@@ -96,7 +95,7 @@ def measure(
     if penalty not in (None, 1.0):  # every method must sample from the same distribution
         log.warning("the target's generation config asks for repetition_penalty=%s, which is not applied here", penalty)
     run.begin()
-    stores = {name: store.folder for name, one in drafters.items() if (store := one.store)}
+    stores = {name: store.folder for name, one in drafters.items() if (store := one.method.store)}
     found = {f"the datastore of {name}": [str(one), sha256(one / MANIFEST)] for name, one in stores.items()}
     run.keep_to({"target": fingerprint(target.model, target.tokenizer)} | found)
     with stage("looking for the questions in what the methods were made of"):
@@ -117,8 +116,8 @@ def measure(
             for name, drafter in drafters.items():
                 measured[name] |= {
                     "max_nodes": nodes_of(drafter),
-                    "warning": drafter.warning(sampling, options.verification),
-                    "why_plain": drafter.why_plain,
+                    "warning": drafter.method.warning(sampling, options.verification),
+                    "why_plain": why_plain(drafter),
                     **(costs_on_gpu(target, drafter, [row for row in own if row.method == name]) if on_gpu else {}),
                 }
     if not any(measured[registry.BASELINE]["questions"] for measured in by_batch.values()):
@@ -270,7 +269,7 @@ def costs_on_gpu(target: TargetModel, drafter: Drafter, rows: Sequence[QuestionR
 
 def seen_before(asked: Sequence[Question], target: TargetModel, drafters: Iterable[Drafter]) -> dict[str, list[str]]:
     """Return which questions stand in the text of each drafter and datastore, by its folder, and warn of them."""
-    seen, stores = {}, {str(one.store.folder): one.store for one in drafters if one.store}
+    seen, stores = {}, {str(store.folder): store for one in drafters if (store := one.method.store)}
     for folder in sorted({*stores, *(folder for one in drafters for folder in one.method.folders)}):
         text = stores[folder].documents() if folder in stores else Sample.load(Path(folder))
         if text is not None and (ids := seen_questions(asked, target.tokenizer, text)):

@@ -27,8 +27,7 @@ from spectrain.data.prompts import conversation_ids
 from spectrain.data.turns import clean
 from spectrain.decoding import Drafter, Sampling
 from spectrain.errors import UserError, nearest
-from spectrain.methods.loading import load_method
-from spectrain.methods.registry import build_configured, method_names
+from spectrain.methods.registry import build_configured, load_method, method_names
 from spectrain.serving.colours import COLOURS, coloured, summary
 from spectrain.serving.llm import LLM, Options
 from spectrain.stores.files import write_json

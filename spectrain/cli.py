@@ -406,7 +406,7 @@ def open_target(
         )
     path, device = target_path(chosen.path), device or chosen.device
     if not has_blocks and chosen.parallel == "none":
-        from spectrain.target.embedding_only import open_tables
+        from spectrain.target.loading import open_tables
 
         if (tables := open_tables(Path(path), chosen.dtype, device)) is not None:
             return tables

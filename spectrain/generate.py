@@ -31,6 +31,7 @@ from spectrain.decoding.text import Pieces, Reply
 from spectrain.errors import UserError
 from spectrain.measure.results import shares_of
 from spectrain.measure.statistics import decode_s
+from spectrain.methods.auto import why_plain
 from spectrain.methods.autoregressive import Autoregressive
 from spectrain.methods.registry import build_configured
 from spectrain.serving.colours import coloured, summary
@@ -87,8 +88,8 @@ def main(options: Generate) -> None:
         console.print(f"{ours:.0f} tokens/s, {ours / plain:.2f}x autoregressive decoding ({plain:.0f} tokens/s)")
         if is_disturbed(share := others.share()):
             console.print(f"timed beside other work, which took {share:.0%} of the processor's time", style="yellow")
-    if drafter.why_plain is not None:
-        console.print(drafter.why_plain)
+    if (why := why_plain(drafter)) is not None:
+        console.print(why)
     if target.leads:
         made_of = {name: getattr(options, name) for name in ("drafter", "head", "datastore")}
         say_next("bench", {"methods": "all", "target": options.target.path, **made_of, "limit": 8})

@@ -9,6 +9,9 @@ from importlib.machinery import ModuleSpec
 from types import ModuleType
 
 MOVED = {
+    "spectrain.drafting.draft_tree": "spectrain.drafting.tree_drafter",
+    "spectrain.methods.folders": "spectrain.methods.options",
+    "spectrain.methods.loading": "spectrain.methods.registry",
     "spectrain.methods.lookup": "spectrain.drafting.lookup",
     "spectrain.serving.transformers_generate": "spectrain.exports.transformers_generate",
     "spectrain.serving.vllm_proposer": "spectrain.exports.vllm_proposer",

@@ -30,7 +30,7 @@ from spectrain.config import plain
 from spectrain.config.commands import Serve
 from spectrain.decoding import Sampling
 from spectrain.errors import UserError
-from spectrain.methods.loading import load_method
+from spectrain.methods.registry import load_method
 from spectrain.serving.access import Access
 from spectrain.serving.connection import Connection
 from spectrain.serving.request_log import TrafficLog

@@ -22,7 +22,6 @@ SEES_HYDRA = {
     "cli",
     "config",
     "methods.registry",
-    "methods.loading",
     "methods.options",
     "training.base",
     "training.runs",

@@ -22,7 +22,7 @@ from spectrain.measure.bandwidth import weight_bytes
 from spectrain.measure.benchmark import Benchmark
 from spectrain.measure.questions import STDLIB_CHARACTERS, read_questions
 from spectrain.measure.results import QuestionRow
-from spectrain.methods.folders import artifact_kinds
+from spectrain.methods.options import artifact_kinds
 from spectrain.methods.pld import PromptLookup
 from spectrain.methods.registry import method_config, method_names
 from spectrain.stores.folder import locked

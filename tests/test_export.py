@@ -21,7 +21,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from spectrain import load_method
 from spectrain.cli import run as run_command
 from spectrain.decoding import generate
-from spectrain.methods.loading import open_export
+from spectrain.methods.registry import open_export
 from spectrain.target import load_target
 from spectrain.training.checkpoints import BestFolder
 from tests.conftest import SMALL_TRAINING

@@ -10,10 +10,9 @@ from collections.abc import Callable, Collection, Sequence
 import torch
 from torch import Tensor
 
-from spectrain.decoding.noise import SharedNoise
-from spectrain.decoding.sampling import RowSampling, Sampling, Uniforms, argmax, sampling_of
+from spectrain.decoding.sampling import RowSampling, Sampling, SharedNoise, Uniforms, argmax, sampling_of
 from spectrain.decoding.verify import Verified
-from spectrain.target.transfer import to_device, without
+from spectrain.target.device import to_device, without
 
 
 class Context:
@@ -31,7 +30,7 @@ class Context:
         stop_ids: Collection[int] = (),
     ):
         self._default, self._samplings = sampling, []
-        self._sampling: Sampling | RowSampling = sampling
+        self.sampling: Sampling | RowSampling = sampling  # how the active rows choose tokens
         self.device = torch.device(device)
         self._stop_ids = frozenset(stop_ids)
         self.stop_ids = to_device(torch.tensor(sorted(stop_ids), dtype=torch.int64), self.device)  # [E] end a text
@@ -49,11 +48,6 @@ class Context:
     @property
     def n_rows(self) -> int:
         return len(self.n_tokens)
-
-    @property
-    def sampling(self) -> Sampling | RowSampling:
-        """How the active rows choose tokens."""
-        return self._sampling
 
     @property
     def last_logits(self) -> Tensor:
@@ -97,10 +91,9 @@ class Context:
         None: no token does, or the tokens are on a GPU, where asking would make the host wait. There `until_end` cuts
         the draft afterwards.
         """
-        if not self._stop_ids or self.device.type != "cpu":
+        if not self._stop_ids or self.device.type != "cpu" or self._stop_ids.isdisjoint(drafted := tokens.tolist()):
             return None
-        found = [token in self._stop_ids for token in tokens.tolist()]
-        return found if any(found) else None
+        return [token in self._stop_ids for token in drafted]
 
     def until_end(self, tokens: Tensor) -> Tensor | None:
         """Count the draft tokens of each row of [n, g] up to and including the first that ends its text: [n] int64.
@@ -132,7 +125,7 @@ class Context:
         samplings: of each new row; None: the first that the context was given.
         """
         self._samplings += samplings or [self._default] * len(prompts)
-        self._sampling = sampling_of(self._samplings)
+        self.sampling = sampling_of(self._samplings)
         self.n_tokens += [0] * len(prompts)
         self.room += [own + len(prompt) for own, prompt in zip(room, prompts, strict=True)]  # `_extend` takes it off
         self.uniforms.append(generators, [len(prompt) for prompt in prompts])
@@ -170,7 +163,7 @@ class Context:
         for values in (self.n_tokens, self.room, self._samplings):
             values[row] = values[-1]
             values.pop()
-        self._sampling = sampling_of(self._samplings or [self._default])
+        self.sampling = sampling_of(self._samplings or [self._default])
 
     def _extend(self, emitted: Sequence[Sequence[int]], rows: range) -> None:
         needed = max(self.n_tokens) + max(map(len, emitted))

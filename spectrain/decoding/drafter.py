@@ -8,8 +8,9 @@ drafter that wants to stop where a text ends asks `context.ends`.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Self
 
 from torch import Tensor
 
@@ -17,9 +18,12 @@ from spectrain.decoding.context import Context
 from spectrain.decoding.generation import Choice, Told
 from spectrain.decoding.sampling import Sampling
 from spectrain.decoding.verify import Verified
+from spectrain.errors import UserError
 from spectrain.target.kv_cache import KVCache
 from spectrain.target.target import TargetModel, TargetOutput
 from spectrain.target.tree import DraftTree
+
+FACTS = frozenset({"store", "capture_layers", "max_positions", "draws", "joins_late", "drafts_chains"})  # of `Method`
 
 
 @dataclass(frozen=True)
@@ -30,35 +34,41 @@ class Method:
     folders: tuple[str, ...] = ()  # that it drafts with
     artifacts: Mapping[str, str] = field(default_factory=dict)  # the same by kind, where its yaml cannot tell
     target: TargetModel | None = None  # that it was built for
+    store: object | None = None  # the datastore that it drafts from
+    capture_layers: tuple[int, ...] = ()  # blocks of the target whose inputs it needs in `TargetOutput.captured`
+    max_positions: int = 2**31  # tokens of the longest text that it can follow
+    draws: str = "inverse"  # how tokens are drawn unless the user says it: see `Sampling.draws`
+    joins_late: bool = False  # whether `prefill` reads only the context, so that it may be called some steps later
+    drafts_chains: bool = False  # which are scored faster than trees
+    warns: Callable[[Sampling, str], str | None] | None = None  # see `warning`
+
+    def warning(self, sampling: Sampling, verification: str = "block") -> str | None:
+        """Return what a reader must know of numbers that are measured like this; None: nothing."""
+        return None if self.warns is None else self.warns(sampling, verification)
+
+
+def _refuse(kind: type[Drafter], facts: Collection[str]) -> None:
+    """Raise UserError where a class states as attributes what its `method` states, as nobody reads them."""
+    if facts:
+        name = min(facts)
+        where = f"method = Method({name}=...) in the class, or self.describe({name}=...) in its constructor"
+        raise UserError(f"{kind.__name__}.{name} is read of its record alone; give {where}")
 
 
 class Drafter(ABC):
     """One method of drafting, for a batch of rows. One object serves one engine at a time."""
 
-    capture_layers: tuple[int, ...] = ()  # blocks of the target whose inputs it needs in `TargetOutput.captured`
-    method = Method()  # what it is; the registry sets it
-    max_positions = 2**31  # tokens of the longest text that it can follow
-    draws = "inverse"  # how tokens are drawn unless the user says it: see `Sampling.draws`
-    store = None  # the datastore that it drafts from
-    joins_late = False  # whether `prefill` reads only the context, so that it may be called some steps later
-    why_plain: str | None = None  # why hardly anything was drafted, in a sentence
-    choice: Choice | None = None  # that it made for this step, where it chooses among methods
-    # What is learnt of its steps, and what is chosen by that (`drafting/step_costs.py`, `drafting/budget.py`).
-    budget = None  # chooses how much it drafts; None: that is fixed
-    reads = 0  # of a draft model, in this step
-    drafts_chains = False  # which are scored faster than trees
-    pace: int | None = None  # the size of its next draft, while graphs are recorded; None: it chooses by itself
+    method = Method()  # what it is; `describe` adds to it
 
-    def warning(self, sampling: Sampling, verification: str = "block") -> str | None:
-        """Return what a reader must know of numbers that are measured like this; None: nothing."""
-        return None
+    def __init_subclass__(cls, **options: object) -> None:
+        super().__init_subclass__(**options)
+        _refuse(cls, vars(cls).keys() & FACTS)
 
-    def prepare(self, target: TargetModel, sampling: Sampling, n_rows: int) -> None:  # noqa: B027
-        """Load what it must know of this machine, before a generation of at most n rows starts."""
-
-    def watch_clock(self, n_rows: int) -> Told | None:
-        """Return what is to be told how long the draft and the rest of this step took; None: nobody asks."""
-        return None
+    def describe(self, **facts: object) -> Self:
+        """Add to the record of what it is: in its constructor, and by what builds it. Return itself."""
+        self.method, own = replace(self.method, **facts), vars(self)
+        _refuse(type(self), {name for name in FACTS & own.keys() if own[name] != getattr(self.method, name)})
+        return self
 
     def start(self, target: TargetModel, cache: KVCache) -> None:  # noqa: B027
         """Begins a generation: forgets all rows. `cache` is the target's, to be read only; `cache.max_rows` bounds n.
@@ -118,23 +128,22 @@ class Drafter(ABC):
         Row b gained the tokens emitted[b] meanwhile, its new root last; none where it has joined since.
         """
 
-    def follow(
-        self,
-        context: Context,
-        tree: DraftTree,
-        output: TargetOutput,
-        verified: Verified,
-        last_logits: Tensor,
-        emitted: Sequence[list[int]],
-    ) -> None:
-        """Take a step whose outcome is known, as the loop would: context and drafter learn what was emitted."""
-        context.advance(verified, last_logits)
-        asked = self.observe(context, tree, output, verified)
-        context.extend(emitted)
-        self.extend(context, emitted, [[]] * context.n_rows if asked is None else asked.tolist())
-
     def free(self, row: int) -> None:  # noqa: B027
         """A row ended: the last row moves into its place."""
 
     def forget(self) -> None:  # noqa: B027
         """Forget how often drafts were accepted."""
+
+
+class Chooser(Drafter):
+    """Drafts with one of several methods, by what their steps took."""
+
+    choice: Choice | None = None  # that it made for this step
+
+    @abstractmethod
+    def prepare(self, target: TargetModel, sampling: Sampling, n_rows: int) -> Method:
+        """Before a generation of at most n rows: load what this machine is known by. Return what it is in it."""
+
+    @abstractmethod
+    def watch_clock(self, n_rows: int) -> Told | None:
+        """Return what is to be told how long the draft and the rest of this step took; None: nobody asks."""

@@ -5,29 +5,30 @@
     while engine.has_work:
         for emitted in engine.step(): ...
 
-`generate` and `stream` continue a list of prompts by it.
+`generate` and `stream` (`generating.py`) continue a list of prompts by it.
 """
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Generator, Iterator, Sequence
+from collections.abc import Generator, Sequence
 from dataclasses import dataclass, replace
 from weakref import finalize
 
 import torch
 
 from spectrain.decoding.context import Context
-from spectrain.decoding.drafter import Drafter
-from spectrain.decoding.generation import Clock, Ending, Generation
+from spectrain.decoding.drafter import Chooser, Drafter
+from spectrain.decoding.generation import Clock, Ending
 from spectrain.decoding.graph_capture import rehearse
 from spectrain.decoding.loop import Batch, Emitted, Row
 from spectrain.decoding.prefixes import Prefixes
 from spectrain.decoding.sampling import Sampling, row_generator
 from spectrain.errors import UserError, check_whole, shown
+from spectrain.target.device import is_out_of_memory, out_of_memory_advice
 from spectrain.target.kv_cache import KVCache, States
-from spectrain.target.memory import is_out_of_memory, out_of_memory_advice
-from spectrain.target.target import TargetModel, TargetOutput, unread_parts
+from spectrain.target.prefill import unread_parts
+from spectrain.target.target import TargetModel, TargetOutput
 
 MOST_NODES = 128  # of a step, for which the cache has room behind the text from the start
 PIECE = {"cpu": 128, "cuda": 1024}  # tokens of a long prompt that are read between two steps of other rows
@@ -102,10 +103,10 @@ class Engine:
         check_whole("batch_size", batch_size, 1)
         self.target, self.drafter, self.batch_size = target, drafter, batch_size
         self.verification, self.prefixes, self.cache_block_tokens = verification, prefixes, cache_block_tokens
-        self.draws = drafter.draws if draws == "auto" else draws
+        self.draws = drafter.method.draws if draws == "auto" else draws
         self.piece = PIECE.get(target.device.type, PIECE["cuda"]) if reads_in_pieces else None
         self.max_tokens = None if memory is None else memory // target.token_bytes  # of running requests, in all
-        most = [target.max_positions, drafter.max_positions]
+        most = [target.max_positions, drafter.method.max_positions]
         if self.max_tokens is not None:
             rows = 1 if target.device.type == "cpu" else batch_size  # which have slots for the longest text each
             most.append(self.max_tokens // rows - MOST_NODES)
@@ -158,7 +159,7 @@ class Engine:
         check_whole("max_new_tokens", request.max_new_tokens, 1)
         check_prompt(self.target, request.prompt, request.max_new_tokens)
         if (n_tokens := len(request.prompt) + request.max_new_tokens) > self.max_length:
-            is_drafters = self.max_length == self.drafter.max_positions
+            is_drafters = self.max_length == self.drafter.method.max_positions
             room = "the draft model's context holds" if is_drafters else "there is memory for"
             other = "choose another drafter" if is_drafters else "give more memory"
             raise UserError(
@@ -218,13 +219,13 @@ class Engine:
             rows = [self._waiting.popleft()]
         told, self._told, self._reading = self._told, [], None
         self.close()
-        self.target.drop_caches()
+        self.target.caches.drop()
         return told + [Emitted(row.request, [], [], error=why) for row in rows]
 
     def close(self) -> None:
         """Leave the cache to the next engine of the target."""
         if self._cache is not None:
-            self.target.keep_cache(self._cache)
+            self.target.caches.keep(self._cache)
         self._cache = self._batch = None
 
     def _begin(self, rehearses: bool) -> None:
@@ -234,12 +235,13 @@ class Engine:
         _BATCH_OF[id(self.drafter)] = self._mark = object()
         # The steps of a batch in which one row draws take as long as if all did.
         first = next((row.sampling for row in self._waiting if not row.sampling.greedy), self._waiting[0].sampling)
-        self.drafter.prepare(self.target, first, self.batch_size)
-        target = self.target.with_capture(self.drafter.capture_layers)
+        is_chooser = isinstance(self.drafter, Chooser)
+        method = self.drafter.prepare(self.target, first, self.batch_size) if is_chooser else self.drafter.method
+        target = self.target.with_capture(method.capture_layers)
         if self._cache is not None and not self._has_memory([_reach(self._waiting[0])]):
             self.close()
         if self._cache is None:
-            self._cache = target.new_cache(self.batch_size, self.cache_block_tokens, self.max_length + MOST_NODES)
+            self._cache = target.caches.new(self.batch_size, self.cache_block_tokens, self.max_length + MOST_NODES)
         self._cache.clear()
         stop_ids = [token for token in self._ending.stop_ids if 0 <= token < target.vocab_size]
         if rehearses and target.graphs is not None:
@@ -325,7 +327,7 @@ class Engine:
             if not is_out_of_memory(error) or not batch.rows:
                 raise
             self._reading = None
-            self.target.drop_caches()
+            self.target.caches.drop()
             advice = out_of_memory_advice(self.target.device, len(reading.rows), max(map(_reach, reading.rows)))
             return [Emitted(row.request, [], [], error=advice) for row in reading.rows]
         if output is not None and reading.aside is not None:
@@ -371,87 +373,6 @@ class Engine:
 def _reach(row: Row) -> int:
     """Tokens that a row may have in the end."""
     return len(row.prompt) + row.max_new_tokens
-
-
-@torch.inference_mode()
-def generate(
-    target: TargetModel,
-    drafter: Drafter,
-    prompts: Sequence[Sequence[int]],
-    max_new_tokens: int,
-    sampling: Sampling | None = None,
-    **options,
-) -> list[Generation]:
-    """Continue each prompt. Arguments and errors are those of `stream`; the generations are in the prompts' order."""
-    steps = stream(target, drafter, prompts, max_new_tokens, sampling, **options)
-    ended = {step.request: step.generation for step in steps if step.generation is not None}
-    return [ended[index] for index in range(len(prompts))]
-
-
-def stream(
-    target: TargetModel,
-    drafter: Drafter,
-    prompts: Sequence[Sequence[int]],
-    max_new_tokens: int,
-    sampling: Sampling | None = None,
-    *,
-    seed: int = 0,
-    prompt_numbers: Sequence[int] | None = None,
-    max_length: int | None = None,
-    batch_size: int = 1,
-    stop_token_ids: Sequence[int] | None = None,
-    stop: Sequence[str] = (),
-    verification: str = "block",
-    cache_block_tokens: int = CACHE_BLOCK,
-) -> Iterator[Emitted]:
-    """Continue each prompt, and yield its tokens as they are accepted.
-
-    The text follows the target's own distribution, whatever the drafter guesses.
-
-    Args:
-        target: the model whose text this is.
-        drafter: the method.
-        prompts: token ids; prompt i is request i of what is yielded.
-        max_new_tokens: maximum length of a continuation.
-        sampling: how tokens are chosen; None: greedy.
-        seed: prompt i draws from a generator seeded by (seed, i), so its sample is the same in any batch, unless how
-            many tokens are drawn from a draft model depends on the batch (max_nodes=auto). With `draws=shared` it is
-            the same with any drafter.
-        prompt_numbers: the numbers i; None: 0, 1, ...
-        max_length: maximum length of a prompt and its continuation; None: max_new_tokens is the only limit.
-        batch_size: rows decoded together.
-        stop_token_ids: tokens that end a text; None: the target's EOS ids, (): none.
-        stop: a text ends with the token that completes one of these strings; needs the target's tokenizer.
-        verification: "block" or "token": how drafts that were drawn from a q are verified; see `verify`.
-        cache_block_tokens: the slots of a row in the caches are a multiple of this.
-
-    Yields:
-        For each row after each step, the tokens that it gained.
-
-    Raises:
-        UserError: a prompt is empty, too long for the target, or holds tokens outside its vocabulary; or the batch
-            does not fit in memory.
-    """
-    check_whole("max_new_tokens", max_new_tokens, 1)
-    check_whole("batch_size", batch_size, 1)
-    most = [check_prompt(target, prompt, max_new_tokens, f"prompt {i}", max_length) for i, prompt in enumerate(prompts)]
-    if not prompts:
-        return
-    sampling = (sampling or Sampling()).drawn_by(drafter.draws)
-    longest = max(len(prompt) + new for prompt, new in zip(prompts, most, strict=True))
-    options = {"stop_token_ids": stop_token_ids, "verification": verification, "draws": sampling.draws}
-    options |= {"reads_in_pieces": False, "cache_block_tokens": cache_block_tokens, "max_length": longest}
-    engine = Engine(target, drafter, min(batch_size, len(prompts)), **options)
-    for number, prompt, new in zip(prompt_numbers or range(len(prompts)), prompts, most, strict=True):
-        engine.submit(Request(prompt, new, sampling, seed, number, tuple(stop)))
-    try:
-        while engine.has_work:
-            for emitted in engine.step(rehearses=True):
-                if emitted.error is not None:
-                    raise UserError(emitted.error)
-                yield emitted
-    finally:
-        engine.close()
 
 
 def check_prompt(

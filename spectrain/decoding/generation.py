@@ -72,7 +72,7 @@ class Generation:
         for source, count in enumerate(by_source):
             if count:
                 self.drafted_by_source[source] += count
-        self.retrieval_hits += any(by_source[source] for source in LOOKED_UP)
+        self.retrieval_hits += any(map(by_source.__getitem__, LOOKED_UP))
         for depth, count in enumerate(by_depth[1:]):
             if count:
                 while depth >= len(self.steps_by_depth):
@@ -111,10 +111,6 @@ class Ending:
 Told = Callable[[float, float], None]  # is told the seconds of a step's draft, and of the rest
 
 
-def _untold(draft_s: float, rest_s: float) -> None:
-    """Nobody asks what this step took."""
-
-
 class Clock:
     """Divides time among the rows of a batch: the time between two laps is shared equally by the active rows.
 
@@ -130,17 +126,21 @@ class Clock:
         self._laps: list[tuple[str | None, int, torch.cuda.Event] | Told] = []  # not yet counted
         self._event = self._record() if self.on_gpu else None  # of the last lap that was counted
 
-    def lap(self, stage: str | None, n_rows: int = 1) -> None:
+    def lap(self, stage: str | None, n_rows: int = 1, seconds: float | None = None) -> None:
         """Add the time since the last lap to a stage, shared by n active rows; to no stage if it is None."""
-        if self.on_gpu:
+        if seconds is None and self.on_gpu:
             self._laps.append((stage, n_rows, self._record()))
             return
-        now = time.perf_counter()
-        self._count(stage, n_rows, now - self.now)
+        seconds = time.perf_counter() - self.now if seconds is None else seconds
+        self.now += seconds
+        if stage is not None:
+            self.shares[stage] += seconds / n_rows
+        if stage in OF_STEP:
+            self._spent[stage != "draft"] += seconds
 
     def end_step(self, told: Told | None) -> None:
         """A step has ended: say what its draft took, and the rest of it, once that is known."""
-        told = told or _untold
+        told = told or (lambda draft_s, rest_s: None)
         if self.on_gpu:
             self._laps.append(told)
         else:
@@ -155,7 +155,7 @@ class Clock:
         last.synchronize()
         for lap in laps:
             if isinstance(lap, tuple):
-                self._count(*lap[:2], self._event.elapsed_time(lap[2]) / 1000)
+                self.lap(*lap[:2], self._event.elapsed_time(lap[2]) / 1000)
                 self._event = lap[2]
             else:
                 self._tell(lap)
@@ -163,13 +163,6 @@ class Clock:
     def _tell(self, told: Told) -> None:
         spent, self._spent = self._spent, [0.0, 0.0]
         told(*spent)
-
-    def _count(self, stage: str | None, n_rows: int, seconds: float) -> None:
-        self.now += seconds
-        if stage is not None:
-            self.shares[stage] += seconds / n_rows
-        if stage in OF_STEP:
-            self._spent[stage != "draft"] += seconds
 
     def _record(self) -> torch.cuda.Event:
         event = torch.cuda.Event(enable_timing=True)

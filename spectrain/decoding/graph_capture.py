@@ -8,17 +8,15 @@ import weakref
 from collections.abc import Callable, Collection
 
 import torch
-from torch import Tensor
 
 from spectrain.decoding.context import Context
 from spectrain.decoding.drafter import Drafter
 from spectrain.decoding.generation import Clock, Ending
 from spectrain.decoding.loop import Batch, Row
 from spectrain.decoding.sampling import Sampling, row_generator
-from spectrain.decoding.verify import Verified
 from spectrain.kernels import ROWS
 from spectrain.target.kv_cache import KVCache
-from spectrain.target.target import TargetModel, TargetOutput
+from spectrain.target.target import TargetModel
 from spectrain.target.tree import DraftTree, Source
 from spectrain.terminal import stage
 
@@ -45,7 +43,7 @@ def rehearse(
         return
     began, before, n_before = time.perf_counter(), _reserved(target.device), target.graphs.n_prepared
     sizes = sorted({min(size, cache.max_rows) for size in (*ROWS, cache.max_rows)})
-    room = min(cache.capacity, drafter.max_positions - 2 * PROMPT, target.max_positions - 2 * PROMPT)
+    room = min(cache.capacity, drafter.method.max_positions - 2 * PROMPT, target.max_positions - 2 * PROMPT)
     with stage("recording steps", len(sizes)) as advance:
         for size in sizes:
             prompt, never = [1 % target.vocab_size] * PROMPT, Ending(frozenset(), frozenset(), (), None)
@@ -83,21 +81,10 @@ def _reserved(device: torch.device) -> int:
 class _Rehearsal(Drafter):
     """Proposes in one way, and learns nothing."""
 
+    propose = None
+
     def __init__(self, inner: Drafter, way: Callable[[Context], DraftTree]) -> None:
-        self.inner, self.way = inner, way
-        self.capture_layers = inner.capture_layers
-
-    def propose(self, context: Context) -> DraftTree:
-        return self.way(context)
-
-    def read_of_prompts(self, lengths: Tensor) -> Tensor | None:
-        return self.inner.read_of_prompts(lengths)
-
-    def prefill(self, context: Context, output: TargetOutput, rows: range) -> None:
-        self.inner.prefill(context, output, rows)
-
-    def observe(self, context: Context, tree: DraftTree, output: TargetOutput, verified: Verified) -> Tensor | None:
-        return self.inner.observe(context, tree, output, verified)
+        self.propose, self.prefill, self.observe = way, inner.prefill, inner.observe
 
 
 def any_tree(context: Context, n_nodes: int, is_chain: bool) -> DraftTree:

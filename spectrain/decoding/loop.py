@@ -1,6 +1,6 @@
 """The steps of a batch: propose a tree, one target forward, verify, commit.
 
-`Engine` fills the batch with requests, `generate` and `stream` of engine.py are its simplest callers.
+`Engine` fills the batch with requests, `generate` and `stream` of generating.py are its simplest callers.
 """
 
 from __future__ import annotations
@@ -14,15 +14,14 @@ import torch
 from torch import Tensor
 
 from spectrain.decoding.context import Context
-from spectrain.decoding.drafter import Drafter
+from spectrain.decoding.drafter import Chooser, Drafter
 from spectrain.decoding.generation import Clock, Ending, Generation
 from spectrain.decoding.prefixes import Prefixes
 from spectrain.decoding.sampling import Sampling
 from spectrain.decoding.verify import Verified, verify
+from spectrain.target.device import is_out_of_memory, to_device
 from spectrain.target.kv_cache import KVCache
-from spectrain.target.memory import is_out_of_memory
 from spectrain.target.target import TargetModel, TargetOutput
-from spectrain.target.transfer import to_device
 from spectrain.target.tree import DraftTree, Source
 
 PROBE = 1 << 16  # is added to the parents of probes
@@ -125,16 +124,17 @@ class Batch:
         asked = self.drafter.observe(context, tree, output, verified)
         clock.lap("draft", n_rows)
         step = _read_back(tree, verified, asked)  # until here the host waited for nothing
-        self.cache.extend([len(tokens) for tokens in step.emitted])
+        self.cache.extend([*map(len, step.emitted)])
         context.extend(step.emitted)
         clock.lap("verify", n_rows)
         self.drafter.extend(context, step.emitted, step.asked)
         clock.lap("draft", n_rows)
-        clock.end_step(self.drafter.watch_clock(n_rows))
+        chooser = self.drafter if isinstance(self.drafter, Chooser) else None
+        clock.end_step(None if chooser is None else chooser.watch_clock(n_rows))
         for row, by_source, by_depth in zip(self.rows, step.by_source, step.by_depth, strict=True):
             row.generation.count_drafted(by_source, by_depth)
-            if self.drafter.choice is not None:
-                row.generation.count_choice(self.drafter.choice)
+            if chooser is not None and chooser.choice is not None:
+                row.generation.count_choice(chooser.choice)
         return self._emit(range(n_rows), step.emitted, step.sources, output.logits, verified.path)
 
     @torch.inference_mode()
@@ -251,8 +251,8 @@ def _read_back(tree: DraftTree, verified: Verified, asked: Tensor | None) -> _St
                 if parent < PROBE:
                     by_source[sources[node]] += 1
                     by_depth[depth] += 1
-        step.emitted.append([*(tokens[node] for node in nodes), row[0]])
-        step.sources.append([*(sources[node] for node in nodes), int(Source.ROOT)])
+        step.emitted.append([*map(tokens.__getitem__, nodes), row[0]])
+        step.sources.append([*map(sources.__getitem__, nodes), int(Source.ROOT)])
         step.by_source.append(by_source)
         step.by_depth.append(by_depth)
         step.asked.append(row[2 + 3 * n + n_depths :])
@@ -262,5 +262,5 @@ def _read_back(tree: DraftTree, verified: Verified, asked: Tensor | None) -> _St
 def _joined(parts: list[Tensor]) -> list[list[int]]:
     """Return the rows of tensors [n, .] side by side, in one transfer from a device."""
     if parts[0].device.type == "cpu":
-        return [[*itertools.chain(*rows)] for rows in zip(*(part.tolist() for part in parts), strict=True)]
+        return [[*itertools.chain(*rows)] for rows in zip(*map(Tensor.tolist, parts), strict=True)]
     return torch.cat(parts, dim=1).tolist()

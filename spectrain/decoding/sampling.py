@@ -2,7 +2,7 @@
 
 Randomness is one CPU generator per row, and a row takes from it only for itself: its sample does not depend on its
 neighbours in the batch, nor on the device. A draw costs one uniform number (inverse of the cumulative distribution).
-With `draws=shared` random numbers belong to places in the text instead; see `noise.py`. By default the drafter says
+With `draws=shared` random numbers belong to places in the text instead; see `SharedNoise`. By default the drafter says
 which of the two it gains from.
 """
 
@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
+from functools import cached_property
 
 import numpy as np
 import torch
@@ -18,7 +19,8 @@ from torch import Tensor
 from spectrain import kernels
 from spectrain.errors import UserError, check_choice, check_number, check_whole
 from spectrain.kernels import TEMPERATURE, reference
-from spectrain.target.transfer import to_device, without
+from spectrain.kernels.reference import GAMMA, mixed
+from spectrain.target.device import to_device, without
 
 DRAWS = ("auto", "inverse", "shared")
 GREEDY_BELOW = 1e-5  # a lower temperature counts as 0, as in vLLM: logits divided by it may overflow
@@ -63,11 +65,11 @@ class Sampling:
             )
         return cls(**options)
 
-    @property
+    @cached_property  # each step asks several times
     def greedy(self) -> bool:
         return self.temperature == 0
 
-    @property
+    @cached_property
     def shares_noise(self) -> bool:
         """Whether target and drafters draw with the same noise."""
         return self.draws == "shared" and not self.greedy
@@ -266,3 +268,63 @@ class Uniforms:
 
     def _set(self, drawn: Tensor, places: Tensor) -> None:
         self._drawn, self._numbers, self.places = drawn, to_device(drawn, self.device), places
+
+
+class SharedNoise:
+    """Random numbers that belong to places in a text, in place of `Uniforms`: keys of those whose tokens come next.
+
+    A token is drawn by Gumbel-max: of all tokens the one for which E / p is smallest, p being its probability and E its
+    number from the exponential distribution. This draws from p exactly (Maddison et al. 2014). E is fixed by the row's
+    seed, the place in the text and the token. So whoever knows the seed knows the noise of tokens that are still to
+    come: a draft model that draws with the same noise often draws what the target will (Daliri et al. 2024), and a
+    guess whose E is large need not be scored. A key is read as often as somebody draws at its place; so nothing is used
+    up.
+
+    Args:
+        generators: one per row, of which only the seed is read.
+        device: where the keys are read.
+    """
+
+    def __init__(self, generators: Sequence[torch.Generator] = (), device: torch.device | str = "cpu"):
+        self.device = torch.device(device)
+        self._host_seeds = torch.zeros(0, dtype=torch.int64)  # [B]
+        self._seeds = self._host_seeds.to(device)
+        self._places = torch.zeros(0, dtype=torch.int64, device=device)  # [B] where the next token of each row stands
+        self.append(generators, [0] * len(generators))
+
+    def append(self, generators: Sequence[torch.Generator], lengths: Sequence[int]) -> None:
+        """Add rows at the end, whose texts have these lengths."""
+        if generators:
+            seeds = mixed(torch.tensor([generator.initial_seed() for generator in generators]))
+            places = torch.tensor(lengths, dtype=torch.int64)
+            self._host_seeds = torch.cat([self._host_seeds, seeds])
+            self._seeds = torch.cat([self._seeds, to_device(seeds, self.device)])
+            self._places = torch.cat([self._places, to_device(places, self.device)])
+
+    def free(self, row: int) -> None:
+        """Remove a row: the last row moves into its place."""
+        kept = (without(values, row) for values in (self._host_seeds, self._seeds, self._places))
+        self._host_seeds, self._seeds, self._places = kept
+
+    def follow(self, lengths: Tensor) -> None:
+        """The rows' texts have these lengths [B] now."""
+        self._places = lengths
+
+    def take(self, count: int, used: Tensor | None = None) -> Tensor:
+        return self.next(count)
+
+    def next(self, count: int) -> Tensor:
+        """Return the keys [B, count] int64 of the places of each row's next tokens."""
+        steps = torch.arange(count, device=self.device)
+        return mixed(self._seeds[:, None] + (self._places[:, None] + steps) * GAMMA)
+
+    def on_host(self, lengths: Sequence[int], count: int) -> Tensor:
+        """The same on the host, which knows the lengths of the rows' texts."""
+        places = torch.tensor(lengths)[:, None] + torch.arange(count)
+        return mixed(self._host_seeds[:, None] + places * GAMMA)
+
+    def skip(self, used: int | Tensor, most: int) -> None:
+        pass
+
+    def reserve(self, count: int) -> None:
+        pass

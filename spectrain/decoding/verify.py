@@ -13,8 +13,7 @@ import torch
 from torch import Tensor
 
 from spectrain import kernels
-from spectrain.decoding.noise import SharedNoise
-from spectrain.decoding.sampling import RowSampling, Sampling, Uniforms, argmax, draw_token
+from spectrain.decoding.sampling import RowSampling, Sampling, SharedNoise, Uniforms, argmax, draw_token
 from spectrain.errors import check_choice
 from spectrain.kernels import ROWS, Graphs, padded
 from spectrain.target.kv_cache import KVCache
@@ -177,15 +176,15 @@ def _verify_greedy(tree: DraftTree, best: Tensor) -> Verified:
 
 def _verify_greedy_chain(tree: DraftTree, best: Tensor) -> Verified:
     """The same for a chain on the CPU, where a call of torch costs more than a loop over a few tokens."""
-    paths, ends, nodes = [], [], [*range(tree.shape[1])]
+    (paths, accepted, bonus), nodes = ([], [], []), [*range(tree.shape[1])]
     for tokens, parents, said in zip(tree.tokens.tolist(), tree.parents.tolist(), best.tolist(), strict=True):
         last = 0
         while last + 1 < len(tokens) and parents[last + 1] >= 0 and tokens[last + 1] == said[last]:
             last += 1
         paths.append(nodes[: last + 1] + [-1] * (len(tokens) - last - 1))
-        ends.append((last, said[last]))
-    path, accepted, bonus = (torch.from_numpy(np.array(values)) for values in (paths, *zip(*ends, strict=True)))
-    return Verified(path, accepted, bonus)
+        accepted.append(last)
+        bonus.append(said[last])
+    return Verified(*map(torch.from_numpy, map(np.array, (paths, accepted, bonus))))
 
 
 def _verify_chain(tree: DraftTree, logits: Tensor, sampling: Sampling, numbers: Tensor, verification: str) -> Verified:

@@ -25,12 +25,28 @@ from spectrain.target import KVCache, TargetModel, TargetOutput
 AUTO = "auto"  # max_nodes: as many in each step as pay on this machine
 
 
-class CountingDrafter(Drafter):
-    """A method that may learn how often its drafts are accepted; `counts` says from what, None: it does not."""
+class Budget:
+    """Chooses how much is drafted."""
 
-    @property
-    def counts(self) -> Counts | None:
-        return self.budget
+    costs: Costs  # of the steps of this generation
+    must_draft = False  # at least one token of a chain: this is how acceptance is learnt; trees learn without
+    expected = 1.0  # tokens of a row in this step
+
+    def begin(self, costs: Costs) -> None:
+        """A generation begins, whose steps cost so much."""
+        self.costs = costs
+
+    def insist(self, must_draft: bool) -> None:
+        """From now on a chain has at least one token, or may have none."""
+        self.must_draft = must_draft
+
+
+class CountingDrafter(Drafter):
+    """A method that may learn how often its drafts are accepted."""
+
+    counts: Counts | None = None  # from which it learns; None: it does not
+    budget: ChainBudget | TreeBudget | None = None  # chooses how much it drafts; None: that is fixed
+    reads = 0  # of a draft model, in this step
 
     def start(self, target: TargetModel, cache: KVCache) -> None:
         if self.counts is not None:
@@ -49,7 +65,7 @@ class CountingDrafter(Drafter):
             self.counts.forget()
 
 
-class ChainBudget(Counts):
+class ChainBudget(Budget, Counts):
     """Chooses how many tokens a draft model drafts, from how often those of each place in a chain were accepted.
 
     Args:
@@ -66,9 +82,6 @@ class ChainBudget(Counts):
         # Each later place starts from the chance of the place before, which counts as many trials.
         self.prior = (acceptance, self.TRAINED_TRIALS) if is_known else (self.FIRST_CHANCE, self.FIRST_TRIALS)
         super().__init__((most,), (2,))  # of a row: accepted tokens, and expected ones
-        self.costs: Costs | None = None
-        self.must_draft = False  # at least one token: this is how acceptance is learnt
-        self.expected = 1.0  # tokens of a row in this step
 
     def chances(self) -> np.ndarray:
         """Chance [most] that a token is accepted where those before it were, by its place."""
@@ -86,7 +99,8 @@ class ChainBudget(Counts):
 
     def lengths(self) -> np.ndarray:
         """Lengths of chains that it chooses among."""
-        return np.arange(self.most + 1) if self.costs is None else self.costs.lengths[self.costs.lengths <= self.most]
+        lengths = self.costs.lengths
+        return lengths[lengths <= self.most]
 
     def seconds(self, n_rows: int) -> np.ndarray:
         """Seconds [most + 1] of a step of n rows, by the length of their chains."""
@@ -122,7 +136,7 @@ class ChainBudget(Counts):
         self.trials[often] *= 0.5
 
 
-class TreeBudget(Ranking):
+class TreeBudget(Budget, Ranking):
     """A ranking of candidates that also chooses how many of the likeliest ones are scored.
 
     Args:
@@ -136,10 +150,7 @@ class TreeBudget(Ranking):
 
     def __init__(self, priors: Sequence[float], most_nodes: int):
         super().__init__(priors, most_nodes)
-        self.costs: Costs | None = None
         self.n_candidates = 2 * self.FEWEST_CANDIDATES
-        self.must_draft = False  # as of chains; a tree learns from candidates that are not scored, too
-        self.expected = 1.0  # tokens of a row in this step
         self._size = 1, 0  # nodes of this step's trees, and reads
         self._sums: dict[int, np.ndarray] = {}  # steps, tokens and seconds of late, by rows
 

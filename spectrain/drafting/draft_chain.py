@@ -17,7 +17,7 @@ from spectrain.drafting.budget import AUTO, ChainBudget, CountingDrafter
 from spectrain.drafting.stopping import StopRule
 from spectrain.errors import UserError
 from spectrain.kernels import Graphs
-from spectrain.target.transfer import to_device
+from spectrain.target.device import to_device
 from spectrain.target.tree import DraftTree
 
 PIECE = 4  # tokens that are drawn before the host asks a rule
@@ -40,16 +40,14 @@ class ChainDrafter(CountingDrafter):
     Args:
         gamma: most tokens of a chain.
         budget: drafts fewer where fewer are faster; None: nothing does.
+        stop: ends drafts before gamma tokens.
     """
 
-    drafts_chains = True
-    stop: StopRule | None = None  # ends drafts before gamma tokens
-
-    def __init__(self, gamma: int, budget: ChainBudget | None = None):
-        self.gamma, self.budget = gamma, budget
-
-    def warning(self, sampling: Sampling, verification: str = "block") -> str | None:
-        return None if self.stop is None else self.stop.warning(sampling, verification)
+    def __init__(self, gamma: int, budget: ChainBudget | None = None, stop: StopRule | None = None):
+        self.gamma, self.stop = gamma, stop
+        self.budget = self.counts = budget
+        self._has_size = False  # of this draft, while graphs are recorded
+        self.describe(drafts_chains=True, warns=None if stop is None else stop.warns)
 
     def replays(self, context: Context, graphs: Graphs | None, vocab_size: int) -> bool:
         """Whether `replayed` can draw for these rows: a graph has the options of rows inside."""
@@ -133,7 +131,7 @@ class ChainDrafter(CountingDrafter):
             found, probs, inputs = [*found, rest[0]], probs + rest[1 : 1 + n_probs], rest[1 + n_probs : 4 + n_probs]
             going, drafted, *state_of_rule = rest[4 + n_probs :]
             stop.draft_forwards += width
-            is_last = first + width >= n_drawn or (self.pace is None and not bool(going.any()))  # the host waits
+            is_last = first + width >= n_drawn or not (self._has_size or bool(going.any()))  # the host waits
             if is_last:
                 break
             rule = [going, drafted, *rule[2:4], *state_of_rule]
@@ -146,21 +144,16 @@ class ChainDrafter(CountingDrafter):
         """Draft chains of at most so many tokens."""
 
     def rehearsals(self) -> Iterator[Callable[[Context], DraftTree]]:
-        def paced(size: int, context: Context) -> DraftTree:
-            self.pace = size
-            tree = self.propose(context)
-            self.pace = None
-            return tree
-
         sizes = (0, *range(PIECE, self.gamma, PIECE), self.gamma) if self.stop is not None else (0, self.gamma)
         sizes = sizes if self.budget is None else self.budget.lengths()
-        yield from (partial(paced, int(size)) for size in sizes)
+        yield from (partial(self.propose, size=int(size)) for size in sizes)
 
-    def propose(self, context: Context) -> DraftTree:
-        gamma = self.gamma if self.budget is None else self.budget.choose(context.n_rows)
-        if self.pace is not None:
-            gamma = self.pace
-        tree = self.draft(context, gamma) if gamma else DraftTree.root_only(context.roots)
+    def propose(self, context: Context, size: int | None = None) -> DraftTree:
+        """Draft chains. `size`: of so many tokens, where the shapes of steps are rehearsed; None: as many as pay."""
+        self._has_size = size is not None
+        if size is None:
+            size = self.gamma if self.budget is None else self.budget.choose(context.n_rows)
+        tree = self.draft(context, size) if size else DraftTree.root_only(context.roots)
         self.reads = tree.shape[1] - 1
         return tree
 
@@ -228,16 +221,13 @@ def draft_chain(
     if max(left) < 1:
         return DraftTree.root_only(context.roots)
     if whole is not None:
-        longest = max(left) if context.device.type == "cpu" else gamma  # elsewhere each length would be recorded
-        ragged = to_device(torch.tensor(left).clamp_min(0), context.device) if min(left) < longest else None
-        tokens, probs, lengths = whole(context, longest, ragged)
-        return _cut(context, tokens, lengths, probs)
+        return cut(context, *whole(context, *limits(context, gamma)))
     drafting = [count > 0 for count in left]
     stop = stop or StopRule()
     state = stop.begin(len(left), context.device)
     tokens, probs, lengths = [], [], [0] * len(left)
     if not context.sampling.greedy:
-        context.uniforms.reserve(max(left))  # at once, so that `_cut` can give back what it does not need
+        context.uniforms.reserve(max(left))  # at once, so that `cut` can give back what it does not need
     said = first()
     stop.draft_forwards += 1
     for i in range(1, max(left) + 1):
@@ -263,12 +253,18 @@ def draft_chain(
     if not tokens:
         return DraftTree.root_only(context.roots)
     ragged = to_device(torch.tensor(lengths), context.device) if min(lengths) < len(tokens) else None
-    return _cut(context, torch.stack(tokens, dim=1), ragged, probs)
+    return cut(context, torch.stack(tokens, dim=1), probs, ragged)
 
 
-def _cut(
-    context: Context, tokens: Tensor, lengths: Tensor | None, probs: Sequence[Tensor] | Tensor | None
-) -> DraftTree:
+def limits(context: Context, gamma: int) -> tuple[int, Tensor | None]:
+    """Return the most tokens of chains, and those of each row [n] int64; None: as many. 0: no row has room."""
+    left = [min(gamma, room - 1) for room in context.room]
+    longest = max(left) if context.device.type == "cpu" else gamma  # elsewhere each length would be recorded
+    ragged = to_device(torch.tensor(left).clamp_min(0), context.device) if min(left) < longest else None
+    return longest if max(left) > 0 else 0, ragged
+
+
+def cut(context: Context, tokens: Tensor, probs: Sequence[Tensor] | Tensor | None, lengths: Tensor | None) -> DraftTree:
     """Make chains of tokens [n, i], each of which stops with the first token that ends its text (SpecDec++, note 1).
 
     The random numbers of the tokens that are cut off are given back, so that drafting step by step and as a whole chain

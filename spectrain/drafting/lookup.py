@@ -17,13 +17,13 @@ import torch
 from torch import Tensor
 
 from spectrain import kernels
-from spectrain.decoding import Context, Verified
+from spectrain.decoding import Context, Method, Verified
 from spectrain.decoding.graph_capture import any_tree
 from spectrain.drafting.budget import AUTO, CountingDrafter, TreeBudget
 from spectrain.drafting.ranking import Ranking
 from spectrain.retrieval.candidate_tree import NO_PROBES, CandidateTree, ProbeShape, as_drafts
 from spectrain.target import DraftTree, KVCache, TargetModel, TargetOutput
-from spectrain.target.transfer import to_device
+from spectrain.target.device import to_device
 from spectrain.target.tree import PADDING_PARENT
 
 MOST_NODES = 64  # of a tree under `auto`
@@ -44,26 +44,22 @@ class LookupDrafter(CountingDrafter):
             been so far and what steps cost here (`budget.py`); `self.max_nodes` is then the most. See `rank`, too.
     """
 
-    budget: TreeBudget | None = None  # where max_nodes is "auto"
+    method = Method(joins_late=True)
     n_ranked = 0  # tokens of each row's last logits that it wants to know
     probe_shape: ProbeShape = NO_PROBES  # of the probes, which stand at nodes 1..P of every row
-    joins_late = True
     priors: Sequence[float] = (0.4,)  # of the kinds of its candidates, see `Ranking`
 
     def __init__(self, max_nodes: int | str):
         if max_nodes == AUTO:
             self.budget, max_nodes = TreeBudget(self.priors, MOST_NODES), MOST_NODES
         self.max_nodes, self.ranking = max_nodes, self.budget
+        self.counts = self.ranking
         self.rows: list[RowState] = []
         self.ranked: list[list[int]] = []  # by row: the likeliest tokens of its last logits, best first
 
-    @property
-    def counts(self) -> Ranking | None:
-        return self.ranking
-
     def rank(self) -> None:
         """Score the likeliest candidates, by what has been accepted so far; not the first in the method's own order."""
-        self.ranking = self.ranking or Ranking(self.priors, self.max_nodes)
+        self.ranking = self.counts = self.ranking or Ranking(self.priors, self.max_nodes)
 
     @property
     def nodes_of_step(self) -> int:

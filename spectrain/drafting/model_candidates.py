@@ -2,7 +2,7 @@
 
 A candidate's kind is its rank among its siblings and its probability q under the draft model or, where target and
 drafter share their noise, the lead of its E / q. One that a lookup has found as well has a kind by how sure the lookup
-is of it (`join`).
+is of it (`merge_lookup`).
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ N_SHARES = len(OF_SHARE)
 N_KINDS = RANKS * N_SHARES
 SURENESS = np.array([0.2, 0.45, 0.75])  # of a lookup's chance, where a new kind of what both know begins
 OF_SURENESS = (0.1, 0.32, 0.6, 0.85)
-BASE = 0.35  # the chance of a candidate of which nothing is known
-ALONE = 0.4  # how likely one of a lookup is that the model could have named, and did not, over what it is otherwise
+PRIOR = 0.35  # the chance of a candidate of which nothing is known
+UNPROPOSED_FACTOR = 0.4  # of the chance of a lookup's candidate that the model could have named, and did not
 
 
 def both_known(of_model: Sequence[float]) -> list[float]:
@@ -37,7 +37,7 @@ def both_known(of_model: Sequence[float]) -> list[float]:
     Two opinions that are independent of each other multiply the odds.
     """
     odds = [[chance / (1 - chance) for chance in opinion] for opinion in (OF_SURENESS, of_model)]
-    joint = [one * other * (1 - BASE) / BASE for one in odds[0] for other in odds[1]]
+    joint = [one * other * (1 - PRIOR) / PRIOR for one in odds[0] for other in odds[1]]
     return [min(LIKELIEST, ratio / (1 + ratio)) for ratio in joint]
 
 
@@ -84,7 +84,7 @@ def next_read(likely, others, drafts, new, stops, n_scored, chosen):
 
 
 @njit(nogil=True, cache=True)
-def join(draft, size, found, found_size, likely, kinds):
+def merge_lookup(draft, size, found, found_size, likely, kinds):
     """Add the nodes that a lookup has found behind the same root to a model's draft [4, N].
 
     A node of both gets a kind by its probability under the model and the chance that the lookup gives it. A node that
@@ -126,7 +126,7 @@ def join(draft, size, found, found_size, likely, kinds):
     return size
 
 
-def sharpness_of(context: Context) -> Tensor:
+def inverse_temperature(context: Context) -> Tensor:
     """What each row's logits are multiplied with before the softmax, [n] float32: 1 / temperature, 1 of greedy rows."""
     temperatures = context.sampling.options[:, TEMPERATURE].expand(context.n_rows)
     return torch.where(temperatures > 0, 1 / temperatures, 1.0).float()

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from spectrain.decoding import Context, Verified
 from spectrain.drafting.budget import AUTO, ChainBudget
-from spectrain.drafting.draft_chain import ChainDrafter, Chains, DraftStep, draft_chain
+from spectrain.drafting.draft_chain import ChainDrafter, Chains, DraftStep, cut, draft_chain, limits
 from spectrain.drafting.runtime import DraftRuntime
 from spectrain.drafting.stopping import StopRule
 from spectrain.drafting.window_keys import WindowKeys
@@ -27,8 +27,8 @@ from spectrain.errors import UserError, check_whole
 from spectrain.kernels import padded
 from spectrain.models.drafter_model import DrafterModel
 from spectrain.target import DraftTree, KVCache, TargetModel, TargetOutput
+from spectrain.target.device import to_device
 from spectrain.target.lean import fused_kernels
-from spectrain.target.transfer import to_device
 from spectrain.target.weights import for_drafting, version
 
 PATHS = (8, 32, 128)  # nodes of accepted paths, whose memories are written at once
@@ -46,7 +46,7 @@ def check_drafted(drafter: DrafterModel, draft_vocab: int) -> None:
 
 
 @dataclass(eq=False)
-class Unread:
+class PendingStates:
     """States of the target whose memories a drafter has not made yet."""
 
     captured: Tensor  # [m, P, C, D]
@@ -98,8 +98,8 @@ class ModelDrafter(ChainDrafter):
         draft_vocab: int | str | None = None,
     ) -> None:
         config, self.tree_nodes = drafter.config, tree_nodes
-        super().__init__(config.k if gamma is None else gamma, budget)
-        self.trained, self.stop, self.draft_dtype, self.draft_vocab = drafter, stop, draft_dtype, draft_vocab
+        super().__init__(config.k if gamma is None else gamma, budget, stop)
+        self.trained, self.draft_dtype, self.draft_vocab = drafter, draft_dtype, draft_vocab
         if draft_vocab not in (None, AUTO):
             check_drafted(drafter, draft_vocab)
         self.drafter = drafter  # as it drafts; `start` makes it
@@ -108,7 +108,7 @@ class ModelDrafter(ChainDrafter):
         self.runtime: DraftRuntime | None = None
         if self.gamma > config.window_tokens:
             raise UserError(f"gamma={self.gamma} must be 1..window_tokens={config.window_tokens} of the drafter")
-        self.capture_layers = config.captured_layers
+        self.describe(capture_layers=config.captured_layers)
 
     def start(self, target: TargetModel, cache: KVCache) -> None:
         super().start(target, cache)
@@ -118,7 +118,7 @@ class ModelDrafter(ChainDrafter):
                 f"the drafter is for a target of vocabulary {shape.vocab_size} and width {shape.hidden_size}, "
                 f"not {target.vocab_size} and {target.config.hidden_size}; train one for this target"
             )
-        drafter = self.drafter = self.fitted(target)
+        drafter = self.drafter = self.for_target(target)
         if self.runtime is not None and self.runtime.fits(drafter, self.gamma, cache.max_rows):
             self.keys.clear()
         else:
@@ -129,8 +129,8 @@ class ModelDrafter(ChainDrafter):
             self.runtime = DraftRuntime(drafter, keys)
         self.runtime.graphs = target.graphs
         self.runtime.kernels = fused_kernels(shape, target.device) if target.fuses else None
-        self._prompts: list[Unread] = []
-        self._missed: deque[Unread] = deque()  # of steps without this method
+        self._prompts: list[PendingStates] = []
+        self._missed: deque[PendingStates] = deque()  # of steps without this method
         # [rows, D] the target's state before each root. `state` [n, D] is the one before the token that is read next.
         self.finals = self.drafter.norm.weight.new_zeros(cache.max_rows, shape.hidden_size)
 
@@ -138,21 +138,21 @@ class ModelDrafter(ChainDrafter):
         """Draft with the drafter of another method, which must be of the same folder and options."""
         self._of, self.trained = other, other.trained
 
-    def fitted(self, target: TargetModel) -> DrafterModel:
+    def for_target(self, target: TargetModel) -> DrafterModel:
         """Return the drafter as it drafts for a target: where the target is, with weights of `draft_dtype`."""
         if self._of is not None:
-            return self._of.fitted(target)
-        if self._of_trained(target) != self._made_for:
-            self.drafter = self._made(target)
-            self._made_for = self._of_trained(target)  # which may have been moved
+            return self._of.for_target(target)
+        if self._cache_key(target) != self._made_for:
+            self.drafter = self._for_device(target)
+            self._made_for = self._cache_key(target)  # which may have been moved
         return self.drafter
 
-    def _of_trained(self, target: TargetModel) -> tuple:
+    def _cache_key(self, target: TargetModel) -> tuple:
         """What changes where another drafter must be made for a target."""
         return target.device, target.dtype, self.trained.norm.weight.data_ptr(), version(self.trained)
 
     @torch.no_grad()
-    def _made(self, target: TargetModel) -> DrafterModel:
+    def _for_device(self, target: TargetModel) -> DrafterModel:
         trained, n_tokens, ready = self.trained, self.draft_vocab, {}
         if n_tokens == AUTO:
             n_tokens = FEW_TOKENS if target.device.type == "cpu" else None
@@ -168,11 +168,11 @@ class ModelDrafter(ChainDrafter):
         return own.with_modules(ready)
 
     def read_of_prompts(self, lengths: Tensor) -> Tensor | None:
-        return self.keys.kept(lengths) if self.capture_layers else None
+        return self.keys.kept(lengths) if self.method.capture_layers else None
 
     def prefill(self, context: Context, output: TargetOutput, rows: range) -> None:
         super().prefill(context, output, rows)
-        if not self.capture_layers:
+        if not self.method.capture_layers:
             return
         for one in (*self._prompts, *self._missed):
             one.of += [-1] * len(rows)
@@ -183,24 +183,26 @@ class ModelDrafter(ChainDrafter):
             places = (kept[:, :, None] == output.positions[:, None]).long().argmax(dim=-1)
             captured = captured.gather(1, places[:, :, None, None].expand(-1, -1, *captured.shape[2:]))
         # Their memories are made when something is drafted: many methods share a generation, and not all of them draft.
-        self._prompts.append(Unread(captured, kept, [-1] * rows.start + [*range(len(rows))]))
+        self._prompts.append(PendingStates(captured, kept, [-1] * rows.start + [*range(len(rows))]))
 
     def draft(self, context: Context, gamma: int) -> DraftTree:
         self._catch_up()
         self.read_context(context)
         roots = context.lengths - 1  # [n] positions
         self.state = self.finals[: context.n_rows]
+        if (whole := self._shortest_way(context)) is not None:
+            longest, ragged = limits(context, gamma)
+            return cut(context, *whole(context, longest, ragged)) if longest else DraftTree.root_only(context.roots)
         return draft_chain(
             context,
             gamma,
             first=lambda: self._next(context.roots, roots),
             step=lambda tokens, i: self._next(tokens, roots + i),
             stop=self.stop,
-            whole=self._shortest_way(context),
         )
 
     def observe(self, context: Context, tree: DraftTree, output: TargetOutput, verified: Verified) -> None:
-        if not self.capture_layers:
+        if not self.method.capture_layers:
             return
         if self._prompts or self._missed:  # nothing was drafted, and what is older must be written first
             self.watch(context, output, verified)
@@ -260,7 +262,7 @@ class ModelDrafter(ChainDrafter):
                 self._missed.popleft()  # it is no sink, and no window reaches back to it
             else:
                 self._catch_up()
-        self._missed.append(Unread(captured, positions, [*range(context.n_rows)]))
+        self._missed.append(PendingStates(captured, positions, [*range(context.n_rows)]))
 
     def resume(self, context: Context, emitted: Sequence[Sequence[int]]) -> None:
         self._catch_up()

@@ -106,12 +106,11 @@ class Costs:
 
     def forward_s(self, n_rows: int) -> np.ndarray:
         """Seconds by nodes of all of a step but its draft."""
-        seconds = self._forward(self._padded(n_rows))
-        return seconds[PADDED] if self.pads else seconds
+        return self._forward(self._padded(n_rows))[PADDED] if self.pads else self._forward(n_rows)
 
     def draft_s(self, n_rows: int) -> np.ndarray:
         """Seconds by reads of a draft."""
-        return self._draft(self._padded(n_rows))
+        return self._draft(self._padded(n_rows) if self.pads else n_rows)
 
     def step_s(self, n_rows: int, n_nodes: float, n_reads: float) -> float:
         """Seconds of a step, or of steps that have so many nodes and reads on average."""
@@ -125,7 +124,7 @@ class Costs:
         return self._drafts[n_rows - 1]
 
     def _padded(self, n_rows: int) -> int:
-        return min(padded(n_rows, ROWS), self.n_rows) if self.pads else n_rows
+        return min(padded(n_rows, ROWS), self.n_rows)
 
 
 class LearntCosts(Costs):
@@ -306,7 +305,7 @@ class Table:
     def keys_of(drafter: Drafter, sampling: Sampling) -> tuple[str, str]:
         """Under which keys the forwards and the drafts of a method stand."""
         kind = "greedy" if sampling.greedy else "sampled"
-        forwards = "forward of chains" if drafter.drafts_chains else "forward of trees"
+        forwards = "forward of chains" if drafter.method.drafts_chains else "forward of trees"
         return f"{forwards}, {kind}", f"{drafter.method.name or type(drafter).__name__}, {kind}"
 
     def _given(self, key: str, n_rows: int) -> dict[int, float]:

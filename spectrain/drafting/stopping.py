@@ -35,11 +35,8 @@ class StopRule:
     needs_hidden = False  # whether `read` looks at the drafter's state
     compiles = False  # whether a program can end drafts by this rule, through `append`
     min_candidates = 1
+    warns: Callable[[Sampling, str], str | None] | None = None  # why its verdicts may be off; see `Method`
     draft_forwards = 0  # of the drafter, for all rows of a batch together, as `draft_chain` counts them
-
-    def warning(self, sampling: Sampling, verification: str) -> str | None:
-        """Why its verdicts may be off under this sampling and verification."""
-        return None
 
     def begin(self, n_rows: int, device: torch.device) -> State:
         """The state of n new drafts."""
@@ -122,7 +119,7 @@ class HeadStop(StopRule):
         threshold: h, in (0, 1).
         min_candidates: tokens that are drafted whatever the head says; the reference has 2.
         judge: see above.
-        why_off: says of a sampling and a verification why the head's probabilities are off under them.
+        warns: says of a sampling and a verification why the head's probabilities are off under them.
     """
 
     needs_hidden = True
@@ -133,18 +130,15 @@ class HeadStop(StopRule):
         threshold: float,
         min_candidates: int = 1,
         judge: str = "current",
-        why_off: Callable[[Sampling, str], str | None] | None = None,
+        warns: Callable[[Sampling, str], str | None] | None = None,
     ) -> None:
         self.head = head.eval()
-        self.why_off = why_off
+        self.warns = warns
         self.least_accepted = 1 - threshold  # stops below it
         self.min_candidates, self.judge = min_candidates, judge
         self.compiles = isinstance(head, AcceptanceHead) and all(
             isinstance(block, RowsLinear) and block.fits for block in head.blocks
         )
-
-    def warning(self, sampling: Sampling, verification: str) -> str | None:
-        return None if self.why_off is None else self.why_off(sampling, verification)
 
     def begin(self, n_rows: int, device: torch.device) -> State:
         """The probability that every token so far is accepted; judge="previous": whether the next token is the last."""

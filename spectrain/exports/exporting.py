@@ -23,9 +23,8 @@ from spectrain.data.overlap import TRAINED_ON
 from spectrain.errors import UserError
 from spectrain.exports.cards import NO_ENGINE, TEMPLATES, lookup_card, trained_card
 from spectrain.exports.vllm_folder import FOLDER
-from spectrain.methods.loading import token_methods
 from spectrain.methods.options import build_function, check_options, plain_options
-from spectrain.methods.registry import instantiate, method_config
+from spectrain.methods.registry import instantiate, method_config, token_methods
 from spectrain.models.artifacts import (
     CORPUS,
     DATASTORE,

@@ -14,7 +14,7 @@ from transformers import PreTrainedTokenizerBase
 
 from spectrain.drafting.lookup import RowState
 from spectrain.errors import UserError
-from spectrain.methods.loading import open_export
+from spectrain.methods.registry import open_export
 from spectrain.methods.sssd import Sssd
 from spectrain.models.artifacts import LookupFacts, check_tokenizer, read_lookup_facts
 from spectrain.target import DraftTree, tokenizer_fingerprint

@@ -22,11 +22,11 @@ from transformers.generation import BaseStreamer, GenerateDecoderOnlyOutput, Sto
 from spectrain.decoding import Drafter, Sampling
 from spectrain.decoding.engine import Engine, Request
 from spectrain.errors import UserError
-from spectrain.methods.loading import load_method
+from spectrain.methods.registry import load_method
 from spectrain.target import TargetModel
 from spectrain.target.kv_cache import KVCache
 from spectrain.target.loading import read_tokenizer
-from spectrain.target.plain import describe
+from spectrain.target.modules import describe
 from spectrain.target.tree import DraftTree
 
 WARPERS = {

@@ -7,13 +7,14 @@ from __future__ import annotations
 
 from typing import Annotated
 
+from spectrain.decoding import Method
 from spectrain.drafting.lookup import LookupDrafter
 from spectrain.methods.options import Nodes, Whole
 from spectrain.retrieval.candidate_tree import CandidateTree
 from spectrain.retrieval.ngram_table import CountTable
 from spectrain.target import Source
 
-TOKENS_ONLY = True  # a serving engine can run it; see loading.py
+TOKENS_ONLY = True  # a serving engine can run it; see registry.py
 
 
 class AdaptiveNgram(LookupDrafter):
@@ -25,7 +26,7 @@ class AdaptiveNgram(LookupDrafter):
         max_nodes: the root included; fewer than draft_tokens + 1 shorten the guesses.
     """
 
-    drafts_chains = True
+    method = Method(joins_late=True, drafts_chains=True)
 
     def __init__(self, max_order: Annotated[int, 2] = 5, draft_tokens: Whole = 10, max_nodes: Nodes = 11):
         self.priors = [min(0.9, 0.2 + 0.15 * length) for length in range(max_order)]  # by the context's length

@@ -18,8 +18,9 @@ import numpy as np
 from torch import Tensor
 
 from spectrain.decoding import Context, Drafter, Sampling, Verified
-from spectrain.decoding.drafter import Method
+from spectrain.decoding.drafter import Chooser, Method
 from spectrain.decoding.generation import Choice, Told
+from spectrain.drafting.budget import CountingDrafter
 from spectrain.drafting.step_costs import KEEP_S, Costs, Table
 from spectrain.kernels import NODES, ROWS, padded
 from spectrain.methods.autoregressive import Autoregressive
@@ -62,6 +63,17 @@ class Arm:
     # Tokens of each row that the drafter knew when it ran last; rows at the end may not have joined yet.
     known: list[int] = field(default_factory=list)
 
+    def __post_init__(self) -> None:
+        self.counting = self.drafter if isinstance(self.drafter, CountingDrafter) else None
+        self.budget = None if self.counting is None else self.counting.budget
+        self.reads_states = bool(self.drafter.method.capture_layers)
+
+    def price(self, costs: Costs, keys: tuple[str, str]) -> None:
+        """A generation begins: its steps cost so much, and are learnt under these keys."""
+        self.costs, self.keys = costs, keys
+        if self.budget is not None:
+            self.budget.begin(costs)
+
     def cost(self, n_rows: int) -> float:
         """Seconds of its steps over those of plain decoding."""
         n_steps, _, nodes, reads = self.sums
@@ -75,10 +87,10 @@ class Arm:
             return 1.0
         if self.sums[0]:
             return self.sums[1] / self.sums[0] / self.cost(n_rows)
-        return float("inf") if self.drafter.budget is None else self.drafter.budget.first_speed(n_rows)
+        return float("inf") if self.budget is None else self.budget.first_speed(n_rows)
 
 
-class Auto(Drafter):
+class Auto(Chooser):
     """Runs one of several methods, and decides for which every few steps.
 
     Args:
@@ -100,47 +112,38 @@ class Auto(Drafter):
         self.n_steps = self.n_rows = self._left = 0  # `_left`: steps until methods are compared again
         self._rows_before = 0  # when they were compared last
         self._size = 1, 0  # nodes and reads of this step
-        draws = {one.draws for one in methods.values()}
-        self.draws = draws.pop() if len(draws) == 1 else Drafter.draws
-        of = [one.method for one in methods.values()]
-        folders = tuple(folder for one in of for folder in one.folders)
-        known = {kind: path for one in of for kind, path in one.artifacts.items()}
-        self.method = Method(PLAIN, folders, known | artifacts, target)
-        self.store = next((store for one in methods.values() if (store := one.store)), None)
+        of = [arm.drafter.method for arm in self.arms]
+        draws = {one.draws for one in of[:-1]}
+        self.method = Method(
+            PLAIN,
+            folders=tuple(folder for one in of for folder in one.folders),
+            artifacts={kind: path for one in of for kind, path in one.artifacts.items()} | artifacts,
+            target=target,
+            store=next((one.store for one in of if one.store), None),
+            max_positions=min(one.max_positions for one in of),
+            draws=draws.pop() if len(draws) == 1 else Method.draws,
+            warns=lambda *asked: next(filter(None, (one.warning(*asked) for one in of)), None),
+        )
 
-    @property
-    def capture_layers(self) -> tuple[int, ...]:
-        """Of this generation: states that a method reads cost time in each step, also while it sleeps."""
-        return tuple(dict.fromkeys(x for arm in self.taking_part for x in arm.drafter.capture_layers))
-
-    @property
-    def max_positions(self) -> int:
-        return min(arm.drafter.max_positions for arm in self.taking_part)
-
-    def warning(self, sampling: Sampling, verification: str = "block") -> str | None:
-        return next(filter(None, (arm.drafter.warning(sampling, verification) for arm in self.tried)), None)
-
-    def prepare(self, target: TargetModel, sampling: Sampling, n_rows: int) -> None:
+    def prepare(self, target: TargetModel, sampling: Sampling, n_rows: int) -> Method:
         table = self.table = Table.of(target)
         if target.leads:
             table.keep(KEEP_S)
         for arm in self.tried:
-            arm.costs, arm.keys = (
-                table.costs(target, sampling, n_rows, arm.drafter),
-                table.keys_of(arm.drafter, sampling),
-            )
-            if arm.drafter.budget is not None:
-                arm.drafter.budget.costs = arm.costs
+            costs = table.costs(target, sampling, n_rows, arm.drafter)
+            arm.price(costs, table.keys_of(arm.drafter, sampling))
         self._retry(n_rows)
         # With graphs all do: what is captured belongs to what was recorded.
         self.taking_part = [arm for arm in self.arms if target.graphs is not None or not self._rests(arm)]
         if self.active not in self.taking_part:
             self.active = self.plain
+        # States that a method reads cost time in each step, also while it sleeps.
+        layers = (layer for arm in self.taking_part for layer in arm.drafter.method.capture_layers)
+        return self.describe(capture_layers=tuple(dict.fromkeys(layers))).method
 
     def _rests(self, arm: Arm) -> bool:
         """Whether a method takes no part in the next generation."""
-        reads_states = bool(arm.drafter.capture_layers)
-        return reads_states and arm is not self.leader and arm.next_trial > self.n_steps + RESTING
+        return arm.reads_states and arm is not self.leader and arm.next_trial > self.n_steps + RESTING
 
     def start(self, target: TargetModel, cache: KVCache) -> None:
         self._end_block()
@@ -161,18 +164,19 @@ class Auto(Drafter):
         self.active = before
 
     def read_of_prompts(self, lengths: Tensor) -> Tensor | None:
-        asked = [arm.drafter.read_of_prompts(lengths) for arm in self.taking_part if arm.drafter.capture_layers]
+        asked = [arm.drafter.read_of_prompts(lengths) for arm in self.taking_part if arm.reads_states]
         if not asked or any(one is None for one in asked):
             return None
         most = max(asked, key=lambda one: one.shape[1])
-        return most if all(bool(((one < 0) | _is_in(one, most)).all()) for one in asked) else None
+        inside = [(one < 0) | (one[:, :, None] == most[:, None]).any(-1) for one in asked]
+        return most if all(bool(one.all()) for one in inside) else None
 
     def prefill(self, context: Context, output: TargetOutput, rows: range) -> None:
         self._end_block()
         self.n_rows = rows.stop
         for arm in self.taking_part:
             arm.is_behind = True
-            if arm is self.active or not arm.drafter.joins_late:
+            if arm is self.active or not arm.drafter.method.joins_late:
                 arm.drafter.prefill(context, self._seen_by(arm.drafter, output), rows)
                 arm.known += [context.n_tokens[row] for row in rows]
 
@@ -181,25 +185,24 @@ class Auto(Drafter):
             self._choose(context)
         self._left -= 1
         self.n_steps += 1
-        self.active.n_steps += 1
-        drafter = self.active.drafter
-        tree = drafter.propose(context)
-        self._size = tree.shape[1], drafter.reads
+        arm = self.active
+        arm.n_steps += 1
+        tree = arm.drafter.propose(context)
+        self._size = tree.shape[1], 0 if arm.counting is None else arm.counting.reads
         return tree
 
     def observe(self, context: Context, tree: DraftTree, output: TargetOutput, verified: Verified) -> Tensor | None:
         active = self.active.drafter
         for arm in self.taking_part:
-            drafter = arm.drafter
-            if drafter is not active and drafter.capture_layers:
-                drafter.watch(context, self._seen_by(drafter, output), verified)
+            if arm.drafter is not active and arm.reads_states:
+                arm.drafter.watch(context, self._seen_by(arm.drafter, output), verified)
         return active.observe(context, tree, self._seen_by(active, output), verified)
 
     def extend(self, context: Context, emitted: Sequence[list[int]], asked: Sequence[list[int]]) -> None:
         arm = self.active
         if arm is self.plain:
             return
-        expected = None if arm.drafter.budget is None else arm.drafter.budget.expected
+        expected = None if arm.budget is None else arm.budget.expected
         arm.drafter.extend(context, emitted, asked)
         tokens = sum(map(len, emitted)) / len(emitted)
         arm.drafted += (self._size[0] - 1) * len(emitted)
@@ -235,22 +238,6 @@ class Auto(Drafter):
                     arm.drafter.free(one)
                 arm.known = []
         self.n_rows -= 1
-
-    @property
-    def why_plain(self) -> str | None:
-        """Why hardly anything was drafted, as one sentence; None: something was."""
-        if not self.tried or 5 * sum(arm.n_steps for arm in self.tried) > self.n_steps:
-            return None
-        costs = self.tried[0].costs
-        n_rows = min(costs.n_rows, max(1, self._rows_before)) if costs else 1
-        best = max(self.tried, key=lambda arm: arm.speed(n_rows) if arm.n_steps else 0.0)
-        if not best.n_steps:
-            return "nothing was drafted: by the table of seconds no draft can be faster than plain decoding here"
-        nodes, share = best.sums[2] / best.sums[0], best.accepted / max(1, best.drafted)
-        return (
-            f"hardly anything was drafted: a step of {best.name} with {nodes:.0f} nodes takes {best.cost(n_rows):.1f} "
-            f"times as long as plain decoding here, and {100 * share:.0f} % of its drafted tokens were accepted"
-        )
 
     def _end_block(self) -> None:
         self._left = 0
@@ -294,8 +281,8 @@ class Auto(Drafter):
             self._left = max(1, min([PLAIN_STEPS, *trials]))
         else:
             arm.next_trial = self.n_steps + TRIAL_STEPS + self._wait(arm, speeds[best], n_rows)
-            if arm.drafter.budget is not None:
-                arm.drafter.budget.must_draft = why != "fastest"
+            if arm.budget is not None:
+                arm.budget.insist(why != "fastest")
         self._turn_to(arm, context)
         speed = speeds[arm]
         self.choice = Choice(arm.name, why, speed if speed < float("inf") else None)
@@ -319,13 +306,25 @@ class Auto(Drafter):
 
     def _seen_by(self, drafter: Drafter, output: TargetOutput) -> TargetOutput:
         """The output with the captured layers that the drafter asked for."""
-        layers = self.capture_layers
-        if output.captured is None or drafter.capture_layers in ((), layers):
+        layers, own = self.method.capture_layers, drafter.method.capture_layers
+        if output.captured is None or own in ((), layers):
             return output
-        places = [layers.index(layer) for layer in drafter.capture_layers]
+        places = [layers.index(layer) for layer in own]
         return dataclasses.replace(output, captured=output.captured[..., places, :])
 
 
-def _is_in(positions: Tensor, others: Tensor) -> Tensor:
-    """Whether each of the positions [R, P] is among those of its row in others [R, Q], [R, P] bool."""
-    return (positions[:, :, None] == others[:, None]).any(dim=-1)
+def why_plain(drafter: Drafter) -> str | None:
+    """Return why a method drafted hardly anything, as one sentence; None: it drafted, or had no choice."""
+    tried = drafter.tried if isinstance(drafter, Auto) else []
+    if not tried or 5 * sum(arm.n_steps for arm in tried) > drafter.n_steps:
+        return None
+    costs = tried[0].costs
+    n_rows = min(costs.n_rows, max(1, drafter._rows_before)) if costs else 1
+    best = max(tried, key=lambda arm: arm.speed(n_rows) if arm.n_steps else 0.0)
+    if not best.n_steps:
+        return "nothing was drafted: by the table of seconds no draft can be faster than plain decoding here"
+    nodes, share = best.sums[2] / best.sums[0], best.accepted / max(1, best.drafted)
+    return (
+        f"hardly anything was drafted: a step of {best.name} with {nodes:.0f} nodes takes {best.cost(n_rows):.1f} "
+        f"times as long as plain decoding here, and {100 * share:.0f} % of its drafted tokens were accepted"
+    )

@@ -1,13 +1,12 @@
-"""Trees over a trained drafter, alone or together with what SSSD finds; see `spectrain.drafting.draft_tree`."""
+"""Trees over a trained drafter, alone or together with what SSSD finds; see `spectrain.drafting.tree_drafter`."""
 
 from __future__ import annotations
 
 from typing import Literal
 
 from spectrain.drafting.budget import AUTO
-from spectrain.drafting.draft_tree import BRANCHES, LEVELS, TreeDrafter
-from spectrain.methods.folders import method_of_kind
-from spectrain.methods.options import Dtype, Nodes, Whole
+from spectrain.drafting.tree_drafter import BRANCHES, LEVELS, TreeDrafter
+from spectrain.methods.options import Dtype, Nodes, Whole, method_of_kind
 from spectrain.methods.sssd import Sssd, SssdOptions
 from spectrain.retrieval.datastore import open_datastore
 from spectrain.target import TargetModel

@@ -36,8 +36,6 @@ class MagicDec(ChainDrafter):
         max_nodes: nodes that the target may score, root and drafted tokens; caps gamma. None: gamma + 1.
     """
 
-    joins_late = True
-
     def __init__(
         self,
         gamma: Whole | None = None,
@@ -47,6 +45,7 @@ class MagicDec(ChainDrafter):
         max_nodes: Nodes | None = None,
     ):
         super().__init__(*lengths_of(gamma, max_nodes, GAMMA, MOST))
+        self.describe(joins_late=True)
         self.sink_tokens = sink_tokens
         self.window_tokens = window_tokens
         self.positions = positions
@@ -60,10 +59,10 @@ class MagicDec(ChainDrafter):
         if self.positions == "cache" and (self.reader is None or self.reader.config is not target.config):
             self._inv_freq = rotary_frequencies(target)
         if self.cache is not None:
-            self.reader.keep_cache(self.cache)
+            self.reader.caches.keep(self.cache)
         self.reader, self.full = target, cache
         n_slots = self.sink_tokens + self.window_tokens + self.gamma  # the root and gamma - 1 drafts are fed
-        self.cache = target.new_cache(cache.max_rows, n_slots, n_slots)
+        self.cache = target.caches.new(cache.max_rows, n_slots, n_slots)
 
     def draft(self, context: Context, gamma: int) -> DraftTree:
         # The sparse cache is copied anew here, so there is nothing to do when drafts are rejected or rows end.

@@ -3,13 +3,20 @@
 An annotation is one of int, float, bool, str, None, a `Literal`, or a union of these; `Annotated[int, 1]` is a whole
 number of at least 1, and `Annotated[float, "(0, 1)"]` a number in that interval. A builder that passes options on to a
 class says so by `**options: TheClass`.
+
+Options `drafter`, `head` and `datastore` name folders. A method gets the folder that its own options name, else the one
+that the user gave, else the one that fits best of those below `checkpoints/` and those that come with spectrain.
 """
 
 from __future__ import annotations
 
 import inspect
+import logging
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import cache
+from importlib import import_module
+from pathlib import Path
 from types import ModuleType, UnionType
 from typing import Annotated, Literal, Union, get_args, get_origin, get_type_hints
 
@@ -17,9 +24,19 @@ import hydra
 from omegaconf import ListConfig, OmegaConf
 
 from spectrain.config.fields import WORDS, shown
+from spectrain.decoding import Drafter
+from spectrain.drafting.budget import AUTO
 from spectrain.errors import UserError, is_in, is_whole, nearest
+from spectrain.models.artifacts import default_artifact, is_export, read_manifest
+from spectrain.models.kinds import about, drafters
+from spectrain.retrieval.datastore import largest_datastore
+from spectrain.stores.locations import CHECKPOINTS
+from spectrain.target import TargetModel, fingerprint, tokenizer_fingerprint
+
+log = logging.getLogger(__name__)
 
 MOST = 2**31  # of whole numbers
+FOLDERS = ("drafter", "head", "datastore")
 Whole = Annotated[int, 1]
 Share = Annotated[float, "(0, 1)"]
 Nodes = Annotated[int, 2] | Literal["auto", "paper"]  # a step's: root, guesses and probes
@@ -28,7 +45,12 @@ Dtype = Literal["auto", "float32", "bfloat16", "int8"]
 
 def build_function(method: Mapping) -> Callable:
     """The class or function that a yaml's `_target_` names."""
-    return hydra.utils.get_object(method["_target_"])
+    try:
+        return hydra.utils.get_object(method["_target_"])
+    except ImportError as error:
+        if isinstance(error.__cause__, UserError):  # a `Drafter` that is refused
+            raise error.__cause__ from None
+        raise
 
 
 def module_of(method: Mapping) -> ModuleType:
@@ -101,3 +123,114 @@ def _words(kind: object) -> str:
     if get_origin(kind) is Literal:
         return f"one of {', '.join(get_args(kind))}" if len(get_args(kind)) > 1 else get_args(kind)[0]
     return WORDS.get(kind, "a value")
+
+
+def artifact_kinds(method: Mapping) -> dict[str, str]:
+    """The folders that a method takes: their kinds, by the option that names them.
+
+    A head brings its drafter, so that of a method with a head is not among them.
+    """
+    takes, kinds = inspect.signature(build_function(method)).parameters, {}
+    if "head" in takes:
+        kinds["head"] = "head"
+    elif "drafter" in takes:
+        kinds["drafter"] = method.get("tree") or module_of(method).DRAFTER
+    if "datastore" in takes and method.get("datastore_source", True):
+        is_wanted = takes["datastore"].default is inspect.Parameter.empty or method.get("datastore") is not None
+        kinds |= {"datastore": "datastore"} if is_wanted else {}
+    return kinds
+
+
+def given_artifacts(
+    drafter: str | Sequence[str] | None, head: str | None = None, datastore: str | None = None
+) -> dict[str, str]:
+    """The folders of `drafter=`, `head=` and `datastore=`, by kind. Raises UserError where two are of one kind.
+
+    A drafter that is none of our exports is a plain Hugging Face model, of kind vanilla.
+    """
+    given = {kind: folder for kind, folder in {"head": head, "datastore": datastore}.items() if folder}
+    for folder in names(drafter):
+        kind = read_manifest(Path(folder)).kind if is_export(folder) else "vanilla"
+        option = about(kind).option
+        if option != "drafter":
+            raise UserError(f"drafter={folder} is of kind {kind}; give it as {option}={folder}")
+        if kind in given:
+            raise UserError(f"drafter={folder} and drafter={given[kind]} are both {kind} drafters; give one per kind")
+        given[kind] = folder
+    return given
+
+
+def check_taken(
+    given: Mapping[str, str], methods: Iterable[Mapping], built: Iterable[Drafter], by_baselines: Iterable[str] = ()
+) -> None:
+    """Raise UserError where the user gave a folder that none of the methods, nor a baseline, takes.
+
+    Args:
+        given: folders by kind.
+        methods: the yamls of what was asked for, built or not.
+        built: the built methods: only then is it known which kind of drafter a head takes.
+        by_baselines: kinds.
+    """
+    taken = {kind for options in methods for kind in artifact_kinds(options).values()} | set(by_baselines)
+    taken |= {kind for drafter in built for kind in drafter.method.artifacts}
+    for kind in given.keys() - taken:
+        one, folder = about(kind), given[kind]
+        if not Path(folder).exists():
+            raise UserError(f"{one.option}={folder} is no folder here, and no method takes a {one.noun}; correct it")
+        raise UserError(f"{one.option}={folder} is a {one.noun}, which none of the methods takes; remove it")
+
+
+def chosen_folder(option: str, kind: str, own: str | None, given: str | None, target: TargetModel) -> str | None:
+    """The folder of a method. `own`: as the method's options name it; "auto": one if there is one."""
+    if own not in (None, AUTO):  # of a variant or an exported folder
+        if given and own != given:
+            log.warning("the method's own %s=%s is used instead of %s", option, own, given)
+        return own
+    if given:
+        return given
+    try:
+        return find_artifact(kind, target)
+    except UserError as error:
+        if own is None:
+            raise
+        log.info("%s", error)
+        return None
+
+
+def method_of_kind(kind: str, function: str = "open_states") -> ModuleType:
+    """The module of the method that drafts with a kind of drafter, and has this function.
+
+    `open_states` and `of_states` open the states that acceptance heads read, `for_trees` the models of trees.
+    """
+    if (module := _method_of(kind)) is None or not hasattr(module, function):
+        known = " or ".join(name for name, _ in drafters() if hasattr(_method_of(name), function))
+        lacks = "is no drafter that trees go over" if function == "for_trees" else "has no hidden state to stop by"
+        raise UserError(f"a {kind} {lacks}; give a drafter of kind {known}")
+    return module
+
+
+def _method_of(kind: str) -> ModuleType | None:
+    method = about(kind).method
+    return import_module(f"spectrain.methods.{method}") if method else None
+
+
+def find_artifact(kind: str, target: TargetModel) -> str:
+    """The best folder of this kind that fits, of those below `checkpoints/` and those that come with spectrain.
+
+    Raises UserError where there is none.
+    """
+    print_ = fingerprint(target.model, target.tokenizer)
+    if kind == "datastore":
+        if target.tokenizer is None:
+            raise UserError("a datastore is of a tokenizer, which this target does not have; give datastore=<folder>")
+        folder = largest_datastore(CHECKPOINTS, tokenizer_fingerprint(target.tokenizer), print_)
+    else:
+        folder = default_artifact(CHECKPOINTS, kind, print_)
+    _say(about(kind).option, str(folder))
+    return str(folder)
+
+
+@cache
+def _say(option: str, folder: str) -> None:
+    """Once, although several methods find the same."""
+    log.info("%s: %s", option, folder)

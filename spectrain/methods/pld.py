@@ -8,13 +8,14 @@ from __future__ import annotations
 
 from typing import Literal
 
+from spectrain.decoding import Method
 from spectrain.drafting.lookup import LookupDrafter
 from spectrain.methods.options import Nodes, Whole
 from spectrain.retrieval.candidate_tree import CandidateTree
 from spectrain.retrieval.ngram_table import PositionTable
 from spectrain.target import Source
 
-TOKENS_ONLY = True  # a serving engine can run it; see loading.py
+TOKENS_ONLY = True  # a serving engine can run it; see registry.py
 
 
 class PromptLookup(LookupDrafter):
@@ -28,7 +29,7 @@ class PromptLookup(LookupDrafter):
         max_nodes: the root included; fewer than draft_tokens + 1 shorten the guesses.
     """
 
-    drafts_chains = True
+    method = Method(joins_late=True, drafts_chains=True)
 
     def __init__(
         self,

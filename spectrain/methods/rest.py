@@ -18,7 +18,7 @@ from spectrain.retrieval.datastore import Datastore, open_datastore
 from spectrain.retrieval.fusion import RetrievalOptions, Retriever, store_priors
 from spectrain.target import TargetModel
 
-TOKENS_ONLY = True  # a serving engine can run it; see loading.py
+TOKENS_ONLY = True  # a serving engine can run it; see registry.py
 
 
 def build(
@@ -54,7 +54,8 @@ class Rest(LookupDrafter):
         self, store: Datastore, options: RetrievalOptions, max_nodes: int | str, max_guesses: int | None = None
     ):
         super().__init__(max_nodes)
-        self.store, self.retriever, self.max_guesses = store, Retriever(store, options), max_guesses
+        self.retriever, self.max_guesses = Retriever(store, options), max_guesses
+        self.describe(store=store)
 
     def new_row(self, tokens: list[int]) -> deque[int]:
         return deque(tokens, maxlen=self.retriever.options.max_suffix)

@@ -15,12 +15,10 @@ from typing import Literal
 import torch
 
 from spectrain.decoding import Drafter
-from spectrain.decoding.drafter import Method
 from spectrain.drafting.draft_chain import candidates_within
 from spectrain.drafting.stopping import HeadStop, StopRule
 from spectrain.errors import UserError
-from spectrain.methods.folders import find_artifact, method_of_kind
-from spectrain.methods.options import Dtype, Nodes, Share, Whole
+from spectrain.methods.options import Dtype, Nodes, Share, Whole, find_artifact, method_of_kind
 from spectrain.models.artifacts import check_weights
 from spectrain.models.draft_states import DraftStates
 from spectrain.models.head import AcceptanceHead, DrafterFacts, HeadFacts, load_head, own_drafter, read_head_facts
@@ -100,8 +98,6 @@ def build(
     recorded = inside or (facts.drafter.path if Path(facts.drafter.path).exists() else None)
     folder = str(drafter or recorded or find_artifact(kind, target))
     opened = replace(open_drafter(target, kind, folder), draft_dtype=draft_dtype)
-    why_off = partial(facts.why_off, head)
-    rule = HeadStop(opened.open_head(Path(head), facts), threshold, min_candidates, judge, why_off)
-    method = opened.with_stop(gamma, rule)
-    method.method = Method(artifacts={"head": head, kind: folder})
-    return method
+    warns = partial(facts.why_off, head)
+    rule = HeadStop(opened.open_head(Path(head), facts), threshold, min_candidates, judge, warns)
+    return opened.with_stop(gamma, rule).describe(artifacts={"head": head, kind: folder})

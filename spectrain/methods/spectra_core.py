@@ -11,7 +11,7 @@ Letters, as in the paper: W candidates, N tokens of one, G guesses, r ~ U(0, 1).
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Annotated
 
@@ -24,7 +24,7 @@ from spectrain.methods.options import Nodes, Whole
 from spectrain.retrieval.candidate_tree import CandidateTree, ProbeShape
 from spectrain.retrieval.fusion import Retriever, store_priors
 from spectrain.target import Source, TargetModel
-from spectrain.target.transfer import to_device
+from spectrain.target.device import to_device
 
 BACKWARD = len(AGE_PRIORS)  # the kind of the backward guess, behind those of forward guesses by age
 
@@ -85,7 +85,7 @@ class SpectraCore(ProbingDrafter):
     ):
         self.options = options = options or CoreOptions()
         self.retriever = retriever
-        self.store = retriever.store if retriever is not None else None
+        self.describe(store=None if retriever is None else retriever.store)
         N, W, G = options.ngram_tokens, options.pool_sequences, options.max_guesses
         all_nodes = 1 + (N - 1) * W + (N - 1) * (G - 1) + N
         if max_nodes is None:
@@ -269,11 +269,6 @@ class NgramStorage:
         return text[n_tail:]
 
 
-def n_equal(a: Iterable[int], b: Iterable[int]) -> int:
+def n_equal(a: Sequence[int], b: Sequence[int]) -> int:
     """Tokens at the beginning of both."""
-    count = 0
-    for x, y in zip(a, b, strict=False):
-        if x != y:
-            break
-        count += 1
-    return count
+    return next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))

@@ -12,7 +12,7 @@ from spectrain.retrieval.datastore import open_datastore
 from spectrain.retrieval.fusion import RetrievalOptions
 from spectrain.target import TargetModel
 
-TOKENS_ONLY = True  # a serving engine can run it; see loading.py
+TOKENS_ONLY = True  # a serving engine can run it; see registry.py
 
 
 def build(

@@ -19,10 +19,10 @@ from spectrain.methods.options import Dtype, Nodes, Whole
 from spectrain.models.artifacts import fastest_gamma, is_export, read_manifest, trained_acceptance
 from spectrain.models.draft_states import ModelStates, in_vocabulary, known_to
 from spectrain.models.kinds import about
+from spectrain.target.device import to_device
 from spectrain.target.kv_cache import KVCache
 from spectrain.target.loading import load_target
 from spectrain.target.target import TargetModel, TargetOutput
-from spectrain.target.transfer import to_device
 from spectrain.target.tree import DraftTree
 from spectrain.target.weights import draft_dtype_of
 
@@ -93,7 +93,7 @@ class Speculative(ChainDrafter):
         draft_dtype: float32 leaves the model's weights as they are; for auto and int8 see `draft_dtype_of`.
     """
 
-    joins_late = True
+    names = None  # tokens stand for themselves
 
     def __init__(
         self,
@@ -103,13 +103,13 @@ class Speculative(ChainDrafter):
         draft_dtype: str = "float32",
         budget: ChainBudget | None = None,
     ):
-        super().__init__(gamma, budget)
+        super().__init__(gamma, budget, stop)
         if draft_dtype_of(draft_dtype, draft_model.device, draft_model.dtype) == torch.int8:
             draft_model = draft_model.in_8_bits()
         self.draft_model = draft_model.with_hidden() if stop is not None and stop.needs_hidden else draft_model
-        self.stop = stop
         self.cache: KVCache | None = None
-        self.vocab_size, self.max_positions = draft_model.vocab_size, draft_model.max_positions
+        self.vocab_size = draft_model.vocab_size
+        self.describe(max_positions=draft_model.max_positions, joins_late=True)
         self._fits: TargetModel | None = None  # the last target whose tokenizer was compared
 
     def share(self, other: Speculative) -> None:
@@ -123,17 +123,17 @@ class Speculative(ChainDrafter):
         self._fits = target
         self.vocab_size = target.vocab_size
         if self.cache is not None:
-            self.draft_model.keep_cache(self.cache)
-        self.cache = self.draft_model.new_cache(cache.max_rows, cache.block_tokens, cache.capacity)
+            self.draft_model.caches.keep(self.cache)
+        self.cache = self.draft_model.caches.new(cache.max_rows, cache.block_tokens, cache.capacity)
 
     def prefill(self, context: Context, output: TargetOutput, rows: range) -> None:
         super().prefill(context, output, rows)
         lengths = [context.n_tokens[row] - 1 for row in rows]
         longest = max(context.n_tokens[row] + context.room[row] for row in rows)
-        if longest > self.max_positions:
+        if longest > self.method.max_positions:
             raise UserError(
                 f"prompt and new tokens may reach {longest}, but the draft model's context holds "
-                f"{self.max_positions}; shorten the prompt, lower max_new_tokens or choose another drafter"
+                f"{self.method.max_positions}; shorten the prompt, lower max_new_tokens or choose another drafter"
             )
         prompts = context.tokens[rows.start : rows.stop, : max(lengths)].to(self.draft_model.device)
         prompts = known_to(self.draft_model, prompts)
@@ -183,10 +183,6 @@ class Speculative(ChainDrafter):
         logits = self.draft_model.score(moved, self.cache).logits[:, -n_new:]
         self.cache.keep(1)
         return in_vocabulary(logits, self.vocab_size).to(context.device)
-
-    @property
-    def names(self) -> Tensor | None:
-        return None
 
     def resume(self, context: Context, emitted: Sequence[Sequence[int]]) -> None:
         # What was drafted last stands in the cache behind the text of that time, whose last token may be unread.

@@ -78,7 +78,7 @@ class Spire(ModelDrafter):
 
         An ablation, so simple rather than fast: the whole text each step.
         """
-        if self.capture_layers:
+        if self.method.capture_layers:
             return
         config = self.drafter.config
         for row in range(context.n_rows):

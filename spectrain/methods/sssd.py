@@ -36,7 +36,7 @@ from spectrain.retrieval.fusion import (
 )
 from spectrain.target import DraftTree, TargetModel
 
-TOKENS_ONLY = True  # a serving engine can run it; see loading.py
+TOKENS_ONLY = True  # a serving engine can run it; see registry.py
 Scale = Annotated[float, "[0, inf)"]
 DISCOUNTS = (
     "input_scale",
@@ -128,7 +128,8 @@ class Sssd(LookupDrafter):
         of_input = input_priors(options.max_prefix, first.get("input"))
         self.priors = [*store_priors(first.get("datastore")), *of_input, *LOGITS_PRIORS]
         super().__init__(max_nodes)
-        self.store, self.options = store, options
+        self.options = options
+        self.describe(store=store)
         self.branch_tokens = options.branch_tokens or branch_of(self.max_nodes)
         self.n_ranked = options.logits_candidates + 1 if options.last_logits else 0  # the root may be among them
         self.discounts = Discounts.of(options, self.branch_tokens)
@@ -136,10 +137,10 @@ class Sssd(LookupDrafter):
         self._pool: ThreadPoolExecutor | None = None
 
     def _new_retriever(self) -> Retriever | None:
-        if self.store is None:
+        if self.method.store is None:
             return None
         options, limits = self.options, (self.options.max_matches, self.options.min_matches)
-        return Retriever(self.store, RetrievalOptions(1, options.datastore_prefix, self.branch_tokens, *limits))
+        return Retriever(self.method.store, RetrievalOptions(1, options.datastore_prefix, self.branch_tokens, *limits))
 
     def new_row(self, tokens: list[int]) -> ContinuationTrie:
         reads_text = self.options.input_source or self.options.last_logits

@@ -37,7 +37,7 @@ from spectrain.stores.environment import cpu_name
 from spectrain.stores.files import read_yaml
 from spectrain.target.loading import first_line, load_config
 from spectrain.target.modules import find_blocks, unsupported_layer_type
-from spectrain.training.drafter import GUESSED_VOCAB
+from spectrain.training.drafters import GUESSED_VOCAB
 
 BYTES_PER_VALUE = {"fp8": 1, "int8": 1, "fp16": 2, "bf16": 2, "tf32": 4, "fp32": 4}
 EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts")

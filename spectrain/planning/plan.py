@@ -24,8 +24,8 @@ from spectrain.models.kinds import drafters
 from spectrain.planning.cost import Hardware, empty_model
 from spectrain.planning.dry_step import StepCost, cost_of
 from spectrain.target import TargetModel
+from spectrain.target.device import PLANNED
 from spectrain.target.loading import DTYPES
-from spectrain.target.memory import PLANNED
 from spectrain.training.base import Experiment, Training, experiment_type, open_experiment
 from spectrain.training.data import RowBatch
 from spectrain.training.optim import is_matrix

@@ -26,7 +26,7 @@ from spectrain.decoding import Drafter, Emitted, Request, Sampling
 from spectrain.decoding.sampling import DRAWS
 from spectrain.decoding.text import Pieces, Prompt, Reply, chat_ids, is_one, prompt_ids
 from spectrain.errors import UserError, check_choice, check_number, check_whole, shown
-from spectrain.methods.loading import load_method, name_of
+from spectrain.methods.registry import load_method, name_of
 from spectrain.models.packages import dtype_of, target_path
 from spectrain.serving.worker import Ticket, check_not_forked, open_worker
 from spectrain.target import TargetModel, load_target

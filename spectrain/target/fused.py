@@ -1,9 +1,9 @@
-"""A step of Llama-like blocks through the kernels of `spectrain/kernels/cuda/operations.py`, which needs Triton.
+"""A step of Llama-like blocks through the kernels of `spectrain/kernels/cuda/triton_kernels.py`, which needs Triton.
 
 It computes what `LlamaBlock` computes, of tokens whose keys and values go straight into their slots of a cache. What a
 block returns has two parts, x and what is still to be added to it, or None, because the next norm adds them.
 
-Letters: M = B N tokens; the others as in `operations.py`.
+Letters: M = B N tokens; the others as in `triton_kernels.py`.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from spectrain.kernels.cuda import operations
+from spectrain.kernels.cuda import triton_kernels
 from spectrain.target.kv_cache import KVCache
 from spectrain.target.llama import LlamaBlock, LlamaDecoder, Rope
 from spectrain.target.masks import Nodes
@@ -38,37 +38,37 @@ class Step:
         """
         x, joined = _norm_linear(block.input_norm, block.qkv, x, added)
         queries = self._written(block, joined, keys, values)
-        return x, operations.attend(queries, keys, values, self.nodes.lengths, self.nodes.seen)
+        return x, triton_kernels.attend(queries, keys, values, self.nodes.lengths, self.nodes.seen)
 
     def remember(self, block: LlamaBlock, memories: Tensor, keys: Tensor, values: Tensor) -> None:
         """Write what memories [M, D] project to into their slots: see `LlamaBlock.keys_values`."""
         first, norm, bias = block.shape.n_head * block.shape.head_dim, block.input_norm, block.qkv.bias
         weights = block.qkv.weight[first:], None if bias is None else bias[first:]
-        _, joined = operations.norm_linear(memories, None, (norm.weight, norm.eps), *weights)
+        _, joined = triton_kernels.norm_linear(memories, None, (norm.weight, norm.eps), *weights)
         self._written(block, joined, keys, values)
 
     def _written(self, block: LlamaBlock, joined: Tensor, keys: Tensor, values: Tensor) -> Tensor:
         norms = (block.query_norm.weight, block.key_norm.weight) if block.shape.qk_norm else None
         rope = self.rope.inv_freq, self.rope.scaling
         where = self.positions, self.slots, keys, values
-        return operations.rotate(joined, norms, block.shape.rms_norm_eps, rope, *where)
+        return triton_kernels.rotate(joined, norms, block.shape.rms_norm_eps, rope, *where)
 
 
 def after_attention(block: LlamaBlock, x: Tensor, attended: Tensor) -> tuple[Tensor, Tensor | None]:
     """Return both parts [M, D] of the block's output."""
-    x, added = operations.linear_add(attended, block.output.weight, block.output.bias, x)
+    x, added = triton_kernels.linear_add(attended, block.output.weight, block.output.bias, x)
     x, inner = _norm_linear(block.mlp_norm, block.gate_up, x, added, block.shape.hidden_act)
-    return operations.linear_add(inner, block.down.weight, block.down.bias, x)
+    return triton_kernels.linear_add(inner, block.down.weight, block.down.bias, x)
 
 
 def normed(norm: nn.RMSNorm, x: Tensor, added: Tensor | None) -> tuple[Tensor, Tensor]:
     """Return the sum of both parts [M, D], and its norm."""
-    return operations.add_norm(x, added, norm.weight, norm.eps)
+    return triton_kernels.add_norm(x, added, norm.weight, norm.eps)
 
 
 def linear(layer: nn.Linear, x: Tensor) -> Tensor:
     """Return the outputs [.., O] of inputs x [.., I]."""
-    return operations.linear(x.flatten(0, -2), layer.weight, layer.bias).view(*x.shape[:-1], -1)
+    return triton_kernels.linear(x.flatten(0, -2), layer.weight, layer.bias).view(*x.shape[:-1], -1)
 
 
 def forward(
@@ -105,4 +105,4 @@ def forward(
 def _norm_linear(
     norm: nn.RMSNorm, layer: nn.Linear, x: Tensor, added: Tensor | None, activation: str | None = None
 ) -> tuple[Tensor, Tensor]:
-    return operations.norm_linear(x, added, (norm.weight, norm.eps), layer.weight, layer.bias, activation)
+    return triton_kernels.norm_linear(x, added, (norm.weight, norm.eps), layer.weight, layer.bias, activation)

@@ -21,7 +21,7 @@ from transformers import Cache
 
 from spectrain import kernels
 from spectrain.kernels import Programs, unique
-from spectrain.target.transfer import to_device, without
+from spectrain.target.device import to_device, without
 
 HUGE_PAGE = 1 << 21
 States = list[tuple[Tensor, Tensor]]  # keys and values of a text, by block, [H, T, D_head]
@@ -93,7 +93,7 @@ class KVCache(Cache):
         assert rows.stop <= self.max_rows, (rows, self.max_rows)
         first = starts[0]
         self._rows, self._starts, self._n_nodes, self._slots, self._lines = rows, starts, n_nodes, slots, {}
-        self._common_start = first if all(start == first for start in starts) else None
+        self._common_start = first if min(starts) == max(starts) else None
         self._used = max(starts) + n_nodes
         if self._used > self.capacity:
             missing = -(-self._used // self.block_tokens) * self.block_tokens - self.capacity

@@ -17,8 +17,7 @@ from spectrain.target.forward import Forward, can_fuse
 from spectrain.target.kv_cache import KVCache
 from spectrain.target.llama import LlamaDecoder, LlamaShape, Rope
 from spectrain.target.masks import Nodes
-from spectrain.target.modules import window_of
-from spectrain.target.plain import addresses, describe, why_not_plain
+from spectrain.target.modules import addresses, describe, why_not_plain, window_of
 from spectrain.target.weights import Int8Linear, RowsLinear, TextLinear, is_emulated, on_cpu, version
 
 PIECE_STEP = 8  # a piece of a prompt has a multiple of so many tokens, because each number takes a program of its own

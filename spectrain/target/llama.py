@@ -19,8 +19,8 @@ from transformers import LlamaConfig
 from transformers.activations import ACT2FN
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
+from spectrain.target.device import device_type
 from spectrain.target.kv_cache import KVCache
-from spectrain.target.memory import device_type
 
 # Tokens of whole texts whose states inside a block lie in memory at the same time. Behind the pieces they are copied.
 PIECE_TOKENS = {"cpu": 1 << 12, "cuda": 1 << 15}  # on a GPU most batches of a training are one piece

@@ -11,6 +11,7 @@ from pathlib import Path
 import torch
 import transformers
 from huggingface_hub import HfApi, try_to_load_from_cache
+from safetensors import safe_open
 from torch import nn
 from transformers import (
     AutoConfig,
@@ -26,7 +27,7 @@ from transformers.utils.logging import set_tqdm_hook
 from spectrain.errors import UserError, check_choice
 from spectrain.kernels import works
 from spectrain.target.fingerprint import fingerprint
-from spectrain.target.lean import why_not_lean
+from spectrain.target.lean import DRAFTED_FOR, why_not_lean
 from spectrain.target.modules import check_layers
 from spectrain.target.sharded import TensorGroup, sharded_class, tensor_group
 from spectrain.target.target import TargetModel
@@ -106,6 +107,45 @@ def load_target(
         fingerprint(model, None)
     if not _is_causal(target):
         raise UserError(f"{called} {NOT_CAUSAL}")
+    return target
+
+
+def open_tables(folder: Path, dtype: str, device: str) -> TargetModel | None:
+    """Open a target of which nothing is run, because a training reads its states elsewhere; see `load_target`.
+
+    Only embedding and unembedding are in memory, in the dtype and on the device of the training. The other weights stay
+    in their safetensors files, mapped, where fingerprints and pruned drafters read those that they need. None: it has
+    to be loaded as a whole. That is so on the hub, and where the files do not hold each weight under the name that the
+    model has for it.
+    """
+    try:
+        on = torch.device(("cuda" if torch.cuda.is_available() else "cpu") if device == "auto" else device)
+        torch.empty(0, device=on)
+        if not folder.is_dir():
+            raise FileNotFoundError(f"{folder} is no folder on this machine")
+        config = read_config(folder)
+        with torch.device("meta"):
+            model = AutoModelForCausalLM.from_config(config)
+        mapped = {}
+        for file in folder.glob("*.safetensors"):
+            with safe_open(file, "pt") as weights:
+                mapped |= {name: weights.get_tensor(name) for name in weights.keys()}  # noqa: SIM118
+        shapes = {name: weight.shape for name, weight in model.named_parameters()}
+        if config.model_type not in DRAFTED_FOR or any(mapped[name].shape != shape for name, shape in shapes.items()):
+            return None
+        if (folder / "generation_config.json").is_file():
+            model.generation_config = GenerationConfig.from_pretrained(folder)
+        tokenizer = read_tokenizer(folder)
+    except Exception as error:  # loading the whole target will say what is wrong
+        log.warning("the target is loaded as a whole, though no block is run: %s", first_line(error))
+        return None
+    model.load_state_dict({name: mapped[name] for name in shapes}, strict=False, assign=True)
+    model.tie_weights()
+    model.eval().requires_grad_(False)
+    target = TargetModel(model, tokenizer, engine="transformers")
+    target.tables.to(on, DTYPES[dtype])
+    check_finite(target.tables, f"target {folder}")
+    target.has_blocks = False
     return target
 
 

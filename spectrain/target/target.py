@@ -7,9 +7,9 @@ runs on its own modules (`modules.py`): it takes a complete 4-D mask, explicit p
 from __future__ import annotations
 
 import copy
-from collections.abc import Generator, Iterator, Sequence
+from collections.abc import Generator, Sequence
 from dataclasses import dataclass
-from functools import cached_property, lru_cache, partial
+from functools import lru_cache, partial
 from typing import TypeVar
 
 import torch
@@ -19,12 +19,14 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from spectrain.errors import UserError, check_choice
 from spectrain.kernels import NODES, ROWS, Graphs, padded
+from spectrain.target.cache_pool import CachePool
+from spectrain.target.facts import ModelFacts
+from spectrain.target.hidden_states import Features, read_texts, stacked
 from spectrain.target.kv_cache import KVCache
 from spectrain.target.lean import LLAMA_LIKE, LeanEngine, shape_of, why_not_fused, why_not_lean
-from spectrain.target.llama import in_pieces
-from spectrain.target.masks import MOST_MASKED, Nodes, causal_mask, each_alone, nodes_mask, packed_mask, tree_mask
-from spectrain.target.memory import device_type
+from spectrain.target.masks import Nodes, nodes_mask, tree_mask
 from spectrain.target.modules import TransformersEngine, check_supported
+from spectrain.target.prefill import read_prompts
 from spectrain.target.sharded import TensorGroup
 from spectrain.target.tree import DraftTree
 from spectrain.target.weights import Int8Linear
@@ -32,10 +34,6 @@ from spectrain.target.weights import Int8Linear
 ENGINES = ("auto", "lean", "transformers")
 GRAPHS = ("auto", "none")
 COMPILE = ("auto", "triton", "none")
-KEPT_BYTES = 1 << 26  # of a cache on a CPU that waits for the next generation
-KEPT_CACHES = 4  # on a GPU, of generations of other numbers of rows, and of drafts
-KEPT_PROGRAMS = 64  # that such a cache has; trees and drafts have any of some twenty sizes, prompts eight
-NEAR = 16  # tokens between two parts of a prompt, which are read with them rather than the parts alone
 T = TypeVar("T")
 FINAL = -1  # among captured layers: the final states, the inputs of the unembedding
 
@@ -51,15 +49,7 @@ class TargetOutput:
     best: Tensor | None = None  # [B, N] int64 the likeliest tokens, where they are known already
 
 
-@dataclass(frozen=True)
-class Features:
-    """What training reads from the target: hidden states without logits."""
-
-    captured: Tensor | None  # [B, T, C, D] inputs of the blocks `capture_layers`
-    final_hidden: Tensor  # [B, T, D] inputs of the unembedding: the last block's output after the final norm
-
-
-class TargetModel:
+class TargetModel(ModelFacts):
     """A causal LM with the calls that decoding and training need.
 
     Args:
@@ -80,7 +70,7 @@ class TargetModel:
         UserError: the model is none that the loop can run, or the engine does not know it.
     """
 
-    has_blocks = True  # False: nothing is run, and only embedding and unembedding are in memory (tables.py)
+    has_blocks = True  # False: nothing is run, and only embedding and unembedding are in memory (`open_tables`)
 
     def __init__(
         self,
@@ -104,14 +94,9 @@ class TargetModel:
         is_on_one_card = self.device.type == "cuda" and len({one.device for one in model.parameters()}) == 1
         has_graphs = graphs == "auto" and is_on_one_card
         self.graphs = Graphs() if has_graphs else None
-        self._kept: list[KVCache] = []  # shared, as `graphs` is, by the copies that capture other layers
-        self.capture_layers = self._checked(capture_layers)
-
-    def _checked(self, capture_layers: Sequence[int]) -> tuple[int, ...]:
-        for layer in capture_layers:
-            if layer != FINAL and not 0 <= layer < self.n_layer:
-                raise UserError(f"capture layer {layer} must be a block of the target, 0..{self.n_layer - 1}")
-        return tuple(capture_layers)
+        # Shared, as `graphs` is, by the copies that capture other layers.
+        self.caches = CachePool(self._engine, self.graphs, self.n_layer)
+        self.capture_layers = _checked(capture_layers, self.n_layer)
 
     @property
     def engine(self) -> str:
@@ -138,12 +123,12 @@ class TargetModel:
         """Return the same model with weights of 8 bits where it runs on the lean decoder and a CPU; for drafting."""
         if not isinstance(self._engine, LeanEngine) or self._engine.layers is Int8Linear:
             return self
-        # Kept caches have programs of other weights.
-        return self._with(_engine=LeanEngine(self.model, self.dtype, Int8Linear), _kept=[])
+        engine = LeanEngine(self.model, self.dtype, Int8Linear)
+        return self._with(_engine=engine, caches=CachePool(engine, self.graphs, self.n_layer))
 
     def with_capture(self, capture_layers: Sequence[int]) -> TargetModel:
         """Return the same model, capturing other layers."""
-        return self._with(capture_layers=self._checked(capture_layers))
+        return self._with(capture_layers=_checked(capture_layers, self.n_layer))
 
     def with_hidden(self) -> TargetModel:
         """Return the same model, whose `score` keeps the final hidden states."""
@@ -178,53 +163,6 @@ class TargetModel:
         return self._engine.model
 
     @property
-    def n_layer(self) -> int:
-        return self.config.get_text_config().num_hidden_layers
-
-    @property
-    def vocab_size(self) -> int:
-        return self.config.get_text_config().vocab_size
-
-    @property
-    def token_bytes(self) -> int:
-        """Bytes of keys and values that a token has in the cache."""
-        config = self.config.get_text_config()
-        n_kv_head = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
-        head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-        return 2 * self.n_layer * n_kv_head * head_dim * self.dtype.itemsize
-
-    @cached_property  # each step asks, and transformers takes its time to answer
-    def max_positions(self) -> int:
-        """Tokens of the longest sequence; a very large number for models without a limit."""
-        longest = getattr(self.config.get_text_config(), "max_position_embeddings", None) or 2**31
-        return min(longest, self.rope_tokens or longest)
-
-    @property
-    def limit(self) -> str:
-        """Its `max_positions` for messages, and why they are fewer than its config says."""
-        where = ", where its RoPE of type longrope changes" if self.max_positions == self.rope_tokens else ""
-        return f"{self.max_positions}{where}"
-
-    @property
-    def rope_tokens(self) -> int | None:
-        """Tokens up to which RoPE of type longrope has the same frequencies, None for other types.
-
-        A forward that reaches further takes others for all of its tokens. Nodes of a tree that lies across the limit
-        would not be rotated as in plain decoding, so texts end there.
-        """
-        rope = getattr(self.config.get_text_config(), "rope_parameters", None) or {}
-        return rope.get("original_max_position_embeddings") if rope.get("rope_type") == "longrope" else None
-
-    @property
-    def eos_ids(self) -> tuple[int, ...]:
-        """Token ids that end a text, from the generation config where it has any."""
-        for config in (self.model.generation_config, self.config):
-            ids = getattr(config, "eos_token_id", None)
-            if ids is not None:
-                return tuple(ids) if isinstance(ids, list | tuple) else (ids,)
-        return ()
-
-    @property
     def device(self) -> torch.device:
         """Where tokens go in and logits come out."""
         return self._engine.device
@@ -241,7 +179,7 @@ class TargetModel:
         """
         logits, captured, _ = self._engine.run(tokens, capture_layers=self.capture_layers)
         positions = torch.arange(tokens.shape[1], device=tokens.device).expand_as(tokens)
-        return TargetOutput(logits, _stacked(captured), positions)
+        return TargetOutput(logits, stacked(captured), positions)
 
     def features(self, tokens: Tensor, starts: Tensor | None = None) -> Features:
         """Run a plain causal forward over tokens [B, T] int64 that computes the logits of one position only.
@@ -249,14 +187,7 @@ class TargetModel:
         With `starts`, documents that are packed into a row do not see each other (see `packed_mask`). Memory is linear
         in T, but for the masks of packed rows of up to MOST_MASKED tokens.
         """
-        if starts is None:
-            states = self._states_of_texts(tokens)
-        elif device_type(self.device) == "cpu" or starts.shape[1] > MOST_MASKED:
-            states = each_alone(self._states_of_texts, tokens, starts)
-        else:
-            states = self._states(tokens, *packed_mask(starts))
-        *captured, final = states
-        return Features(captured[0] if captured else None, final)
+        return read_texts(self._engine, self.capture_layers, self.prefill_chunk, tokens, starts)
 
     def features_of_own(self, tokens: Tensor, starts: Tensor | None = None) -> Features:
         """Return the `features` of rows that this rank has alone, and the others of its group others.
@@ -270,34 +201,6 @@ class TargetModel:
             if rank == self.group.rank:
                 own = found
         return own
-
-    def _states_of_texts(self, tokens: Tensor) -> Sequence[Tensor]:
-        """Return the captured states [B, T, C, D], if there are any, and the final ones [B, T, D]."""
-        (n_rows, n_tokens), size = tokens.shape, self.prefill_chunk
-        if self.engine == "lean" or n_tokens <= MOST_MASKED:
-            return self._states(tokens)
-        # Modules of transformers would make masks of T x T for windows, so they read a long text piece by piece.
-        cache, starts = KVCache(n_rows, n_tokens=n_tokens), iter(range(0, n_tokens, size))
-
-        def states(tokens: Tensor, positions: Tensor) -> list[Tensor]:
-            start, n = next(starts), tokens.shape[1]
-            cache.begin(range(n_rows), [start] * n_rows, n)
-            mask = causal_mask(n, start + n, tokens.device) if start else None
-            return self._states(tokens, positions, mask, cache)
-
-        return in_pieces(states, size, 1, tokens, torch.arange(n_tokens, device=tokens.device).expand(n_rows, -1))
-
-    def _states(
-        self,
-        tokens: Tensor,
-        positions: Tensor | None = None,
-        mask: Tensor | None = None,
-        cache: KVCache | None = None,
-    ) -> list[Tensor]:
-        _, captured, final = self._engine.run(
-            tokens, positions, cache, mask, self.capture_layers, kept=lambda hidden: hidden[:, :1]
-        )
-        return [_stacked(captured), final] if captured else [final]
 
     def logits_of(self, hidden: Tensor) -> Tensor:
         """Return the logits [..., V] of final hidden states [..., D], as a forward computes them."""
@@ -343,40 +246,9 @@ class TargetModel:
                 captured states are wanted.
             chunk: most tokens of a piece; None: `prefill_chunk`.
         """
-        assert rows.start == cache.n_rows, (rows, cache.n_rows)
-        assert not known or len(rows) == 1, (known, rows)
-        n_rows, n_tokens = tokens.shape
-        positions = torch.arange(n_tokens, device=tokens.device).expand(n_rows, -1)
-        read = positions if read is None else read
-        wanted = read if known and self.capture_layers else None
-        parts = [(0, n_tokens)] if not known else unread_parts(wanted, known, n_tokens)
-        if self._engine.reads_prompts:
-            found = yield from self._engine.read_prompts(tokens, lengths, cache, rows, self.capture_layers, read, parts)
-            cache.join(lengths)
-            return TargetOutput(*found, read)
-        last = torch.tensor(lengths, device=tokens.device) - 1
-        logits, captured = None, None
         size = min(chunk or self.prefill_chunk, self.prefill_chunk)
-        for start, stop in _pieces(parts, size):
-            cache.begin(rows, [start] * n_rows, stop - start)
-            piece, states, _ = self._engine.run(
-                tokens[:, start:stop],
-                positions[:, start:stop],
-                cache,
-                causal_mask(stop - start, stop, tokens.device) if start else None,
-                self.capture_layers,
-                kept=partial(_at_position, (last - start).clamp(0, stop - start - 1)),
-            )
-            here = ((last >= start) & (last < stop))[:, None, None]
-            logits = piece if logits is None else torch.where(here, piece, logits)
-            if states:
-                found = torch.stack([_at_positions(read - start, one) for one in states], dim=2)
-                inside = ((read >= start) & (read < stop))[:, :, None, None]
-                captured = found if captured is None else torch.where(inside, found, captured)
-            if stop < n_tokens:
-                yield
-        cache.join(lengths)
-        return TargetOutput(logits, captured, read)
+        of_engine = self._engine, self.capture_layers, size
+        return TargetOutput(*(yield from read_prompts(*of_engine, tokens, lengths, cache, rows, read, known)))
 
     def score(self, tree: DraftTree, cache: KVCache, positions: Tensor | None = None) -> TargetOutput:
         """Score every node of every row's tree in one forward, after the row's committed tokens.
@@ -403,7 +275,7 @@ class TargetModel:
             return TargetOutput(logits, captured, positions, hidden.clone() if self.keeps_hidden else None, best)
         mask = None if n_nodes == 1 and min(starts) == max(starts) else tree_mask(tree, starts, slots, used)
         logits, captured, hidden = self._run_tree(tree.tokens, positions, cache, mask, tree.n_silent)
-        return TargetOutput(logits, _stacked(captured), positions, hidden)
+        return TargetOutput(logits, stacked(captured), positions, hidden)
 
     def _run_tree(
         self, tokens: Tensor, positions: Tensor, cache: KVCache, mask: Tensor | Nodes | None, n_silent: int
@@ -435,7 +307,7 @@ class TargetModel:
         logits, captured, hidden, positions = run(*inputs)
         captured = [states[:, :n_nodes] for states in captured]
         hidden = None if hidden is None else hidden[:, :n_nodes]
-        return TargetOutput(logits[:, :n_nodes], _stacked(captured), positions[:, :n_nodes], hidden)
+        return TargetOutput(logits[:, :n_nodes], stacked(captured), positions[:, :n_nodes], hidden)
 
     def padded(self, tree: DraftTree) -> DraftTree:
         """Return a tree as graphs take it: padded to one of a few sizes; without graphs as it is."""
@@ -477,62 +349,12 @@ class TargetModel:
         cache.place(slots, used)
         return self._run_tree(tokens, positions, cache, nodes_mask(slots, ancestors, used), n_silent)
 
-    def new_cache(self, max_rows: int, block_tokens: int, n_tokens: int) -> KVCache:
-        """Return an empty cache, or one that was given back by `keep_cache`. For errors see `LeanEngine.begin`."""
-        weights = self._engine.begin()
-        if self.graphs is not None:  # few sizes, so that what was recorded for one serves many generations
-            max_rows, quarter = padded(max_rows, ROWS), 1 << max(0, n_tokens.bit_length() - 3)
-            n_tokens = -(-n_tokens // quarter) * quarter
-        alike = [kept for kept in self._kept if (kept.max_rows, kept.block_tokens) == (max_rows, block_tokens)]
-        larger = [kept for kept in self._kept if kept.max_rows > max_rows and kept.block_tokens == block_tokens]
-        for kept in [*alike, *larger] if self.graphs is not None else alike:
-            fits = not kept.keys or (kept.keys[0].dtype, kept.keys[0].device) == (self.dtype, self.device)
-            if fits and kept.capacity >= n_tokens and kept.weights == weights:
-                self._kept.remove(kept)
-                return kept
-        self.drop_caches(None if self.graphs is None else alike)  # a CPU keeps one, a GPU one of each kind
-        cache = KVCache(max_rows, block_tokens, n_tokens, 0 if self.graphs is None else self.n_layer)
-        cache.weights = weights
-        return cache
 
-    def keep_cache(self, cache: KVCache) -> None:
-        """Keep the cache of a generation that ended for the next one, whose graphs or programs then stay valid.
-
-        On a CPU only a small one of a single row. In one of several rows, attention to a shorter row gives weight 0 to
-        what stands behind it, which would spread if it were not finite.
-        """
-        has_programs = cache.programs is not None and cache.max_rows == 1 and cache.bytes <= KEPT_BYTES
-        if has_programs:
-            cache.programs.forget(self._engine.storage, KEPT_PROGRAMS)
-        if self.graphs is not None or has_programs:
-            cache.clear()
-            self._kept.append(cache)
-            self.drop_caches(self._kept[:-KEPT_CACHES])
-
-    def drop_caches(self, caches: Sequence[KVCache] | None = None) -> None:
-        """Free caches that were kept, and the graphs that work on them; None: all."""
-        caches = self._kept if caches is None else caches
-        if caches and self.graphs is not None:
-            self.graphs.forget(*(cache.storage for cache in caches))
-        self._kept[:] = [kept for kept in self._kept if kept not in caches]
-
-
-def unread_parts(wanted: Tensor | None, known: int, n_tokens: int) -> list[tuple[int, int]]:
-    """Return the parts of a prompt of n tokens that have to be read though the first `known` ones have been.
-
-    `wanted` [1, P] int64 are positions whose states are needed, -1 for none; None: no states are.
-    """
-    parts: list[tuple[int, int]] = []
-    again = [] if wanted is None else sorted(place for place in wanted[0].tolist() if 0 <= place < known)
-    for start, stop in (*((place, place + 1) for place in again), (known, n_tokens)):
-        near = parts and start <= parts[-1][1] + NEAR
-        parts[-1:] = [(parts[-1][0], stop)] if near else [*parts[-1:], (start, stop)]
-    return parts
-
-
-def _pieces(parts: Sequence[tuple[int, int]], size: int) -> Iterator[tuple[int, int]]:
-    """Divide parts into pieces of at most so many tokens."""
-    return ((start, min(start + size, stop)) for first, stop in parts for start in range(first, stop, size))
+def _checked(capture_layers: Sequence[int], n_layer: int) -> tuple[int, ...]:
+    for layer in capture_layers:
+        if layer != FINAL and not 0 <= layer < n_layer:
+            raise UserError(f"capture layer {layer} must be a block of the target, 0..{n_layer - 1}")
+    return tuple(capture_layers)
 
 
 @lru_cache(maxsize=64)
@@ -559,18 +381,5 @@ def _engine(
     return TransformersEngine(model)
 
 
-def _stacked(captured: list[Tensor]) -> Tensor | None:  # [B, n, C, D]
-    return torch.stack(captured, dim=2) if captured else None
-
-
-def _at_positions(positions: Tensor, hidden: Tensor) -> Tensor:  # [R, P], [R, T, D] -> [R, P, D]
-    index = positions.clamp(0, hidden.shape[1] - 1).to(hidden.device)
-    return hidden.gather(1, index[:, :, None].expand(-1, -1, hidden.shape[-1]))
-
-
 def _around(n_silent: int, hidden: Tensor) -> Tensor:  # [B, N, D] -> [B, N - n_silent, D]
     return torch.cat([hidden[:, :1], hidden[:, 1 + n_silent :]], dim=1)
-
-
-def _at_position(position: Tensor, hidden: Tensor) -> Tensor:  # [R], [R, T, D] -> [R, 1, D]
-    return hidden.gather(1, position.to(hidden.device)[:, None, None].expand(-1, 1, hidden.shape[-1]))

@@ -76,7 +76,7 @@ class DraftTree:
             probs = torch.stack([probs[0], *probs], dim=1) if probs else None  # the root's entry is never read
         return cls(torch.cat([roots[:, None], tokens], dim=1), parents, sources, probs=probs, is_chain=True)
 
-    @property
+    @cached_property
     def shape(self) -> tuple[int, int]:
         """(B, N)"""
         return self.tokens.shape[0], self.tokens.shape[1]

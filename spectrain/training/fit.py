@@ -27,7 +27,7 @@ from spectrain.data.overlap import TRAINED_ON, Sample
 from spectrain.errors import LostRankError, UserError
 from spectrain.stores.environment import commit_of, environment
 from spectrain.target import fingerprint
-from spectrain.target.memory import is_out_of_memory
+from spectrain.target.device import is_out_of_memory
 from spectrain.terminal import stage
 from spectrain.training.base import Parts
 from spectrain.training.callbacks import (

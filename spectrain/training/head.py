@@ -12,11 +12,11 @@ from torch import Tensor
 from spectrain.data.texts import is_held_out
 from spectrain.decoding.sampling import Uniforms, row_generator
 from spectrain.errors import AllRanksError, UserError
-from spectrain.methods.folders import given_artifacts
+from spectrain.methods.options import given_artifacts
 from spectrain.methods.specdecpp import open_given_drafter
 from spectrain.models.draft_states import DraftStates
 from spectrain.models.head import AcceptanceHead, HeadConfig, HeadFacts, save_drafter, save_head
-from spectrain.models.labels import label_texts, mix_tokens
+from spectrain.models.labelled_texts import label_texts, mix_tokens
 from spectrain.stores.rows import AcceptanceStore, ResponseStore
 from spectrain.target import TargetModel
 from spectrain.training.base import Experiment, Parts, Training

@@ -19,7 +19,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from spectrain.target.memory import PLANNED, device_type
+from spectrain.target.device import PLANNED, device_type
 
 MOST_LOGITS = {"cpu": 1 << 22}  # of a chunk: 16 MB, for which a CPU's allocator need not ask the system each time
 MOST_LOGITS_ELSEWHERE = 1 << 26  # with fewer positions a GPU waits for the unembedding, which each chunk reads

@@ -39,7 +39,7 @@ from torch import Tensor
 
 from spectrain.errors import UserError
 from spectrain.stores.signals import SIGNALS
-from spectrain.target.target import Features
+from spectrain.target.hidden_states import Features
 from spectrain.training.data import RowBatch, TokenRows
 
 log = logging.getLogger(__name__)

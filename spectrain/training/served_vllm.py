@@ -37,9 +37,10 @@ from torch import Tensor, nn
 
 from spectrain.errors import UserError
 from spectrain.target import TargetModel
-from spectrain.target.embedding_only import open_tables
+from spectrain.target.hidden_states import Features
+from spectrain.target.loading import open_tables
 from spectrain.target.masks import document_offsets
-from spectrain.target.target import FINAL, Features
+from spectrain.target.target import FINAL
 from spectrain.training.served import CONNECT_S, Patience
 
 KEY = "OPENAI_API_KEY"  # as for the commands of data_prep

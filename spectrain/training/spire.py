@@ -17,14 +17,15 @@ from spectrain.models.pruned_init import FIT_TOKENS, InputFit, last_layers, new_
 from spectrain.models.rollout import rollout, root_of_epoch
 from spectrain.models.spire import SpireConfig, SpireDrafter, load, save
 from spectrain.target import TargetModel
+from spectrain.target.hidden_states import Features
 from spectrain.target.lean import shape_of
 from spectrain.target.loading import DTYPES
-from spectrain.target.target import FINAL, Features
+from spectrain.target.target import FINAL
 from spectrain.terminal import stage
 from spectrain.training.base import Parts, compile_methods
 from spectrain.training.checkpoints import load_weights
 from spectrain.training.data import RowBatch, Rows
-from spectrain.training.drafter import STORED_DTYPE, DrafterExperiment, DrafterTraining, drafted_tokens
+from spectrain.training.drafters import STORED_DTYPE, DrafterExperiment, DrafterTraining, drafted_tokens
 from spectrain.training.losses import LossSettings
 from spectrain.training.optim import OptimizerSettings
 

@@ -22,7 +22,7 @@ from spectrain.decoding.sampling import row_generator
 from spectrain.methods.autoregressive import Autoregressive
 from spectrain.methods.specdecpp import open_drafter
 from spectrain.models.draft_states import ModelStates
-from spectrain.models.labels import label_texts
+from spectrain.models.labelled_texts import label_texts
 from spectrain.stores.rows import LABEL_COLUMNS, STATE_COLUMNS, open_acceptance
 from spectrain.target import TargetModel, fingerprint, load_target
 from tests.conftest import noisy_copy, random_prompts, tiny_model

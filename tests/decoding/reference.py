@@ -54,6 +54,14 @@ def tree_of(tokens: list[list[int]], parents: list[list[int]], probe: list[list[
     return DraftTree(tokens_BN, torch.tensor(parents), source, probe=None if probe is None else torch.tensor(probe))
 
 
+def follow(drafter: Drafter, context: Context, tree, output, verified, last_logits, emitted) -> None:
+    """Take a step whose outcome is known, as the loop would: context and drafter learn what was emitted."""
+    context.advance(verified, last_logits)
+    asked = drafter.observe(context, tree, output, verified)
+    context.extend(emitted)
+    drafter.extend(context, emitted, [[]] * context.n_rows if asked is None else asked.tolist())
+
+
 class ScriptedDrafter(Drafter):
     """Proposes `script(context, row)`: a list of (token, parent) below the root, the same shape of call for every row.
 

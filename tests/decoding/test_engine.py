@@ -26,7 +26,7 @@ MEMORY = 1 << 22  # bytes, of kept texts
 def short_pieces(monkeypatch):
     monkeypatch.setitem(engine_module.PIECE, "cpu", 8)
     monkeypatch.setattr(prefixes_module, "LEAST_TOKENS", 4)
-    monkeypatch.setattr("spectrain.target.target.NEAR", 2)
+    monkeypatch.setattr("spectrain.target.prefill.NEAR", 2)
 
 
 @lru_cache

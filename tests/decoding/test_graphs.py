@@ -46,7 +46,7 @@ def replayed(function):
 
 def target_with_graphs(record=replayed) -> TargetModel:
     target = TargetModel(tiny_model(FAMILY), artifacts(FAMILY).target.tokenizer, prefill_chunk=16)
-    target.graphs = Graphs(record)
+    target.graphs = target.caches.graphs = Graphs(record)
     return target
 
 
@@ -54,7 +54,7 @@ def method_of(name: str, target: TargetModel):
     method = build(name, artifacts(FAMILY), SMALL.get(name, {}))
     model = getattr(method, "model", method)  # of a tree
     if draft_model := getattr(model, "draft_model", None):
-        draft_model.graphs = Graphs(replayed)
+        draft_model.graphs = draft_model.caches.graphs = Graphs(replayed)
     if getattr(method, "ranking", None) is not None:
         method.ranking.end = lambda emitted, reads: None  # so that the second generation drafts what the first one did
     return method
@@ -94,7 +94,8 @@ def test_a_generation_records_nothing_that_an_equal_one_recorded():
         return replayed(function)
 
     target, prompts = TargetModel(copy.deepcopy(tiny_model(FAMILY))), random_prompts([9, 9])
-    target.graphs, counts = Graphs(counted), []
+    target.graphs = target.caches.graphs = Graphs(counted)
+    counts = []
     for dtype in (torch.float32, torch.float32, torch.bfloat16):
         target.model.to(dtype)  # whose weights move: a graph would read freed memory
         generate(target, Autoregressive(), prompts, 20, batch_size=2, stop_token_ids=())

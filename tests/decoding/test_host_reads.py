@@ -20,7 +20,7 @@ from spectrain.decoding import Drafter, Sampling, generate, graph_capture
 from spectrain.decoding.loop import Batch
 from spectrain.decoding.sampling import Uniforms
 from spectrain.drafting.draft_chain import PIECE
-from spectrain.drafting.draft_tree import LEVELS
+from spectrain.drafting.tree_drafter import LEVELS
 from spectrain.kernels import Graphs
 from spectrain.methods.registry import BASELINE, build_method, method_config, method_names, with_papers_nodes
 from spectrain.target import TargetModel
@@ -141,7 +141,7 @@ def test_drafts_that_stop_at_an_end_of_text_are_those_of_the_cpu(name, with_grap
     expected = counted(artifacts().target)
     with pretend_device() as device:
         target = device.target(artifacts().target.model, artifacts().target.tokenizer)
-        target.graphs = Graphs(lambda function: function) if with_graphs else None
+        target.graphs = target.caches.graphs = Graphs(lambda function: function) if with_graphs else None
         assert counted(target) == expected
 
 
@@ -161,7 +161,7 @@ def test_what_would_be_recorded_as_a_graph_copies_nothing(name, how):
             return replay
 
         target = device.target(artifacts().target.model, artifacts().target.tokenizer)
-        target.graphs = Graphs(record)
+        target.graphs = target.caches.graphs = Graphs(record)
         assert decoded(name, target, SAMPLINGS[how]) == decoded_on_the_cpu(name if how == "sampled" else BASELINE, how)
         kinds = {key[0][0] for key in target.graphs._recorded}
     assert played or (name, how) == ("sssd", "greedy")  # whose few steps all have other shapes
@@ -177,10 +177,10 @@ def test_a_chain_is_one_graph_and_a_rule_asks_the_host_once_per_piece(name, how,
     replayed, run = [], Graphs.run
     with pretend_device() as device:
         target = device.target(artifacts().target.model, artifacts().target.tokenizer)
-        target.graphs = Graphs(lambda function: function)
+        target.graphs = target.caches.graphs = Graphs(lambda function: function)
         method = method_of(name, target)
         if model := getattr(method, "draft_model", None):
-            model.graphs = Graphs(lambda function: function)
+            model.graphs = model.caches.graphs = Graphs(lambda function: function)
         steps = copies_per_step(device)
 
         def noted(graphs: Graphs, key: tuple, *given):
@@ -211,11 +211,11 @@ def test_nothing_is_recorded_after_the_rehearsal_while_a_batch_drains(name, how,
     monkeypatch.setattr(Batch, "join", noted)
     with pretend_device() as device:
         target = device.target(artifacts().target.model, artifacts().target.tokenizer)
-        target.graphs = Graphs(lambda function: function)
+        target.graphs = target.caches.graphs = Graphs(lambda function: function)
         drafter, all_graphs = method_of(name, target), [target.graphs]
         draft_model = getattr(getattr(drafter, "model", drafter), "draft_model", None)
         if draft_model is not None and draft_model.graphs is None:
-            draft_model.graphs = Graphs(lambda function: function)
+            draft_model.graphs = draft_model.caches.graphs = Graphs(lambda function: function)
             all_graphs.append(draft_model.graphs)
         prompts, ends = random_prompts([4 + i % 5 for i in range(4)]), range(1, VOCAB_SIZE, 12)
         options = {"batch_size": 4, "cache_block_tokens": 8, "stop_token_ids": ends}

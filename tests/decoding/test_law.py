@@ -23,7 +23,7 @@ from transformers import PreTrainedModel
 
 from spectrain import kernels
 from spectrain.decoding import Context, Drafter, Sampling, Verified, generate, loop, verify
-from spectrain.decoding.noise import SharedNoise
+from spectrain.decoding.sampling import SharedNoise
 from spectrain.drafting.budget import ChainBudget, TreeBudget
 from spectrain.drafting.stopping import HeadStop, StopRule
 from spectrain.methods.auto import Auto

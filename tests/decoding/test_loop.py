@@ -12,9 +12,8 @@ from transformers import PreTrainedTokenizerFast
 from spectrain.decoding import Drafter, Sampling, generate, stream
 from spectrain.errors import UserError
 from spectrain.methods.autoregressive import Autoregressive
-from spectrain.methods.folders import artifact_kinds
-from spectrain.methods.loading import token_methods
-from spectrain.methods.registry import method_config, method_names
+from spectrain.methods.options import artifact_kinds
+from spectrain.methods.registry import method_config, method_names, token_methods
 from spectrain.methods.speculative import Speculative
 from spectrain.target import Source, TargetModel
 from tests.conftest import EOS_ID, FAMILIES, noisy_copy, random_prompts, tiny_model

@@ -13,9 +13,8 @@ import torch
 from spectrain.decoding import generate, stream
 from spectrain.kernels.cpu.attention import CHUNK
 from spectrain.methods.autoregressive import Autoregressive
-from spectrain.target import DraftTree, KVCache, TargetModel
+from spectrain.target import DraftTree, KVCache, TargetModel, cache_pool
 from spectrain.target import forward as module
-from spectrain.target import target as target_module
 from tests.conftest import VOCAB_SIZE, random_prompts, tiny_model
 from tests.decoding.reference import greedy_by_full_forwards, random_parents, tree_of
 
@@ -184,20 +183,20 @@ def test_a_cache_is_used_again_and_nothing_of_the_last_text_is_seen(monkeypatch)
         for n_threads, length in ((1, 300), (2, 9), (2, 700), (1, 12)):
             torch.set_num_threads(n_threads)
             text(length)
-            (kept,) = target._kept
+            (kept,) = target.caches.kept
             assert [threads for _, threads in kept.programs._programs][-1] == n_threads
         steps = stream(target, Autoregressive(), random_prompts([9]), 30, stop_token_ids=())
         next(steps)
         steps.close()
         text(9)
-        assert target._kept == [kept], "the longest was large enough for those after it"
-        assert copy.deepcopy(target)._kept[0].programs._programs == {}, "a copy has other addresses"
-        assert target.in_8_bits()._kept == []
+        assert target.caches.kept == [kept], "the longest was large enough for those after it"
+        assert copy.deepcopy(target).caches.kept[0].programs._programs == {}, "a copy has other addresses"
+        assert target.in_8_bits().caches.kept == []
         model.lm_head.weight.data = model.lm_head.weight.data.flip(0).contiguous()
         text(9)
-        assert target._kept != [kept], "weights have other addresses"
-        monkeypatch.setattr(target_module, "KEPT_BYTES", 1000)
+        assert target.caches.kept != [kept], "weights have other addresses"
+        monkeypatch.setattr(cache_pool, "KEPT_BYTES", 1000)
         text(9)
-        assert target._kept == [], "too large"
+        assert target.caches.kept == [], "too large"
     finally:
         torch.set_num_threads(before)

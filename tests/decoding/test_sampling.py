@@ -10,7 +10,7 @@ from transformers import MinPLogitsWarper, TemperatureLogitsWarper, TopKLogitsWa
 from spectrain import kernels
 from spectrain.decoding import Engine, Request, generate
 from spectrain.decoding.sampling import RowSampling, Sampling, Uniforms, draw_token, row_generator
-from spectrain.drafting.draft_tree import TreeDrafter
+from spectrain.drafting.tree_drafter import TreeDrafter
 from spectrain.errors import UserError
 from spectrain.kernels.reference import draw_by_noise, mixed
 from spectrain.methods.autoregressive import Autoregressive

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from spectrain.target import TargetModel
-from spectrain.target.embedding_only import open_tables
+from spectrain.target.loading import open_tables
 from spectrain.training.served_vllm import VllmStates
 from tests.conftest import VOCAB_SIZE, tiny_model
 from tests.engines.engine import Engine

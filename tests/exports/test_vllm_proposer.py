@@ -148,4 +148,4 @@ def test_the_folder_may_stand_in_the_engines_own_config(target, tmp_path, monkey
     target.tokenizer.save_pretrained(tmp_path / "tokenizer")
     folder = export_lookup(tmp_path / "sssd", target, "sssd")
     found = proposer(target, str(tmp_path / "tokenizer"), spectrain_lookup=str(folder))
-    assert found.lookup.drafter.store.folder == folder / "datastore"
+    assert found.lookup.drafter.method.store.folder == folder / "datastore"

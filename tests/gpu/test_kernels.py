@@ -27,25 +27,28 @@ def close(found: Tensor, expected: Tensor) -> None:
 @pytest.mark.parametrize("m", [1, 5, 16, 32, 2048])
 @pytest.mark.parametrize("dtype", ROUNDING, ids=str)
 def test_products_norms_and_gates(dtype, m):
-    from spectrain.kernels.cuda import operations
+    from spectrain.kernels.cuda import triton_kernels
 
     x, added, weight = (torch.randn(*shape, device=CARD).to(dtype) for shape in ((m, D), (m, D), (D,)))
     gate_up, down = (torch.randn(*s, device=CARD).to(dtype) * s[1] ** -0.5 for s in ((2 * F_MLP, D), (D, F_MLP)))
-    summed, inner = operations.norm_linear(x, added, (weight, EPS), gate_up, None, "silu")
+    summed, inner = triton_kernels.norm_linear(x, added, (weight, EPS), gate_up, None, "silu")
     close(summed, x + added)
     gate, up = F.linear(F.rms_norm(summed.float(), [D], weight.float(), EPS), gate_up.float()).chunk(2, -1)
     close(inner, F.silu(gate) * up)
-    part, rest = operations.linear_add(inner, down, None, summed)
+    part, rest = triton_kernels.linear_add(inner, down, None, summed)
     close(part if rest is None else part + rest, F.linear(inner.float(), down.float()) + summed.float())
 
 
 @pytest.mark.parametrize("tile", range(3))
 def test_every_tile_computes_the_same(tile):
-    from spectrain.kernels.cuda import operations
+    from spectrain.kernels.cuda import triton_kernels
 
     x, weight, norm = (torch.randn(*shape, device=CARD).bfloat16() for shape in ((16, D), (3 * D, D), (D,)))
-    for product in (operations._Product(weight, None, (norm, EPS)), operations._Product(weight, None, None, "silu")):
-        found, expected = product.tiled(x, operations.TILES[tile]), product.plain(x)
+    for product in (
+        triton_kernels._Product(weight, None, (norm, EPS)),
+        triton_kernels._Product(weight, None, None, "silu"),
+    ):
+        found, expected = product.tiled(x, triton_kernels.TILES[tile]), product.plain(x)
         torch.testing.assert_close(found, expected, atol=0.05 * float(expected.abs().max()), rtol=0.05)
 
 
@@ -53,7 +56,7 @@ def test_every_tile_computes_the_same(tile):
 @pytest.mark.parametrize("n_nodes", [1, 5, 64])
 @pytest.mark.parametrize("dtype", ROUNDING, ids=str)
 def test_a_row_attends_to_its_own_slots_alone(dtype, n_nodes, lengths):
-    from spectrain.kernels.cuda import operations
+    from spectrain.kernels.cuda import triton_kernels
 
     capacity, n_rows = max(lengths) + n_nodes + 40, len(lengths)
     queries = torch.randn(n_rows * n_nodes, H, E, device=CARD).to(dtype)
@@ -69,7 +72,7 @@ def test_a_row_attends_to_its_own_slots_alone(dtype, n_nodes, lengths):
         found = F.scaled_dot_product_attention(asked[None], *(part[None] for part in own), mask, enable_gqa=True)
         expected.append(found[0].transpose(0, 1).flatten(1))
         keys[row, :, length + n_nodes :] = values[row, :, length + n_nodes :] = torch.nan
-    close(operations.attend(queries, keys, values, torch.tensor(lengths, device=CARD), seen), torch.cat(expected))
+    close(triton_kernels.attend(queries, keys, values, torch.tensor(lengths, device=CARD), seen), torch.cat(expected))
 
 
 @pytest.mark.parametrize("graphs", ["auto", "none"])
@@ -82,7 +85,7 @@ def test_a_step_is_that_of_the_torch_decoder(family, graphs):
     trees = [DraftTree(*(part.to(CARD) for part in (tree.tokens, tree.parents, tree.source))) for tree in trees]
     for compile in ("triton", "none"):
         target = TargetModel(model, capture_layers=[1, -1], keeps_hidden=True, graphs=graphs, compile=compile)
-        cache, found = target.new_cache(3, 64, 64), []
+        cache, found = target.caches.new(3, 64, 64), []
         target.prefill(prompts.to(CARD), lengths, cache, range(3))
         for tree in (*trees, *[DraftTree.root_only(tree.tokens[:, 0]) for tree in trees]):
             for _ in range(3):

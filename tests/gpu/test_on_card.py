@@ -79,7 +79,7 @@ def test_lean_logits_and_states_are_those_of_transformers(architecture):
     tree = DraftTree(tree.tokens.to(CARD), tree.parents.to(CARD), tree.source.to(CARD))
     for engine in ("lean", "transformers"):
         target = TargetModel(model, capture_layers=[1], prefill_chunk=8, engine=engine)
-        cache = target.new_cache(len(lengths), 4, 4)
+        cache = target.caches.new(len(lengths), 4, 4)
         first = target.prefill(prompts.to(CARD), lengths, cache, range(len(lengths)))
         scored = target.score(tree, cache)
         outputs.append([first.logits, scored.logits, scored.captured])

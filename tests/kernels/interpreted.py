@@ -15,7 +15,7 @@ from torch import Tensor
 
 from spectrain.decoding import generate
 from spectrain.drafting import runtime
-from spectrain.kernels.cuda import operations
+from spectrain.kernels.cuda import triton_kernels
 from spectrain.methods.autoregressive import Autoregressive
 from spectrain.methods.spire import Spire
 from spectrain.target import DraftTree, KVCache, TargetModel
@@ -41,13 +41,13 @@ def normed(x: Tensor, weight: Tensor) -> Tensor:
 @pytest.mark.parametrize("dtype", ROUNDING, ids=str)
 def test_sums_norms_and_gates(dtype):
     x, added, weight = torch.randn(3, 44).to(dtype), torch.randn(3, 44).to(dtype), torch.randn(44).to(dtype)
-    summed, found = operations.add_norm(x, added, weight, EPS)
+    summed, found = triton_kernels.add_norm(x, added, weight, EPS)
     close(summed, x + added, dtype)
     close(found, normed(summed, weight), dtype)
-    close(operations.add_norm(x, None, weight, EPS)[1], normed(x, weight), dtype)
+    close(triton_kernels.add_norm(x, None, weight, EPS)[1], normed(x, weight), dtype)
     gate, up = x.float().chunk(2, -1)
-    close(operations.gate(x, "silu"), F.silu(gate) * up, dtype)
-    close(operations.gate(x, "gelu_pytorch_tanh"), F.gelu(gate, approximate="tanh") * up, dtype)
+    close(triton_kernels.gate(x, "silu"), F.silu(gate) * up, dtype)
+    close(triton_kernels.gate(x, "gelu_pytorch_tanh"), F.gelu(gate, approximate="tanh") * up, dtype)
 
 
 @pytest.mark.parametrize("m", [1, 5, 17], ids=lambda m: f"{m} tokens")  # 17 go through torch's product
@@ -57,29 +57,29 @@ def test_products_with_what_stands_around_them(dtype, biased, m):
     """More inputs than a tile has, and outputs that fill none."""
     x, added, weight = (0.1 * torch.randn(m, 300)).to(dtype), (0.1 * torch.randn(m, 300)).to(dtype), torch.randn(300)
     matrix, bias = (0.1 * torch.randn(38, 300)).to(dtype), torch.randn(38).to(dtype) if biased else None
-    summed, found = operations.norm_linear(x, added, (weight, EPS), matrix, bias)
+    summed, found = triton_kernels.norm_linear(x, added, (weight, EPS), matrix, bias)
     assert torch.equal(summed, x + added)
     expected = F.linear(normed(summed, weight), matrix.float(), None if bias is None else bias.float())
     close(found, expected, dtype, 4)
     gate, up = expected.chunk(2, -1)
-    close(operations.norm_linear(x, added, (weight, EPS), matrix, bias, "silu")[1], F.silu(gate) * up, dtype, 4)
-    parts = operations.linear_add(x, matrix, bias, residual := torch.randn(m, 38).to(dtype))
+    close(triton_kernels.norm_linear(x, added, (weight, EPS), matrix, bias, "silu")[1], F.silu(gate) * up, dtype, 4)
+    parts = triton_kernels.linear_add(x, matrix, bias, residual := torch.randn(m, 38).to(dtype))
     whole = parts[0] if parts[1] is None else parts[0] + parts[1]
     close(whole, F.linear(x, matrix, bias).float() + residual.float(), dtype, 4)
-    close(operations.linear(x, matrix, bias), F.linear(x, matrix, bias), dtype, 4)
+    close(triton_kernels.linear(x, matrix, bias), F.linear(x, matrix, bias), dtype, 4)
 
 
-@pytest.mark.parametrize("tile", operations.TILES, ids=str)
+@pytest.mark.parametrize("tile", triton_kernels.TILES, ids=str)
 def test_every_tile_computes_the_same(tile, monkeypatch):
-    monkeypatch.setattr(operations, "TILES", [tile])
+    monkeypatch.setattr(triton_kernels, "TILES", [tile])
     x, matrix = torch.randn(2, 300), torch.randn(70, 300)
-    close(operations.linear(x, matrix), x @ matrix.T, torch.float32, 10)
+    close(triton_kernels.linear(x, matrix), x @ matrix.T, torch.float32, 10)
 
 
 def test_the_norm_of_inputs_that_float16_cannot_hold_unscaled():
     x, matrix = torch.full((1, 32), 300.0).half(), torch.randn(16, 32).half()
     weight = torch.full((32,), 300.0).half()
-    found = operations.norm_linear(x, None, (weight, EPS), matrix, None)[1]
+    found = triton_kernels.norm_linear(x, None, (weight, EPS), matrix, None)[1]
     close(found, normed(x, weight) @ matrix.float().T, torch.float16, 100)
 
 
@@ -104,14 +104,14 @@ def test_rotated_keys_and_values_are_in_their_slots(qk_norm, n_head, n_kv_head, 
     norms = (block.query_norm.weight, block.key_norm.weight) if qk_norm else None
     joined = block.qkv(block.input_norm(x)).flatten(0, 1)
     where = (rope.inv_freq, rope.scaling), positions, slots, keys, values
-    found = operations.rotate(joined, norms, EPS, *where)
+    found = triton_kernels.rotate(joined, norms, EPS, *where)
     close(found.view(2, 2, n_head, head_dim).transpose(1, 2), queries, dtype, 4)
     for buffer, expected in ((keys, own.keys), (values, own.values)):
         for row in range(2):
             close(buffer[row, :, slots[row]], expected[row], dtype, 4)
             assert not buffer[row, :, [s for s in range(5) if s not in slots[row]]].any()
     assert not keys[2].any()
-    operations.rotate(joined[:, n_head * head_dim :].contiguous(), norms, EPS, *where)  # memories have no queries
+    triton_kernels.rotate(joined[:, n_head * head_dim :].contiguous(), norms, EPS, *where)  # memories have no queries
     close(keys[1, :, slots[1]], own.keys[1], dtype, 4)
 
 
@@ -139,7 +139,7 @@ def test_a_row_attends_to_its_own_slots_alone(n_nodes, n_head, n_kv_head, width,
     expected = F.scaled_dot_product_attention(asked, *whole, mask[:, None], enable_gqa=n_head > n_kv_head)
     for row, length in enumerate(lengths):
         keys[row, :, length + n_nodes :] = values[row, :, length + n_nodes :] = torch.nan
-    found = operations.attend(queries, keys, values, torch.tensor(lengths), seen)
+    found = triton_kernels.attend(queries, keys, values, torch.tensor(lengths), seen)
     close(found, expected.transpose(1, 2).reshape(n_rows * n_nodes, -1), dtype)
 
 

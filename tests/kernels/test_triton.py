@@ -89,36 +89,36 @@ def test_a_block_is_a_handful_of_kernels_that_compile_for_a_card(m, products, ca
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_attention_fits_the_memory_of_small_cards(dtype, card):
-    from spectrain.kernels.cuda import operations
+    from spectrain.kernels.cuda import triton_kernels
 
     launched = card(80)
     for width, n_nodes in ((64, 64), (128, 64), (256, 1)):
         queries, kv = torch.zeros(n_nodes, 8, width, dtype=dtype), torch.zeros(1, 2, 64, width, dtype=dtype)
         seen = torch.ones(1, n_nodes, n_nodes, dtype=torch.bool)
-        operations.attend(queries, kv, kv, torch.tensor([0]), seen)
+        triton_kernels.attend(queries, kv, kv, torch.tensor([0]), seen)
     assert [name for name, _ in launched].count("_attend") == 3
     assert max(shared for _, shared in launched) <= SMALL_CARD_BYTES
 
 
 def test_what_is_faster_is_timed_once_and_never_in_a_recording(monkeypatch):
     pytest.importorskip("triton")
-    from spectrain.kernels.cuda import operations
+    from spectrain.kernels.cuda import triton_kernels
 
     asked, recording = [], [True]
-    monkeypatch.setattr(operations, "FASTEST", {})
+    monkeypatch.setattr(triton_kernels, "FASTEST", {})
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: recording[0])
-    times = {None: 3.0, operations.TILES[0]: 2.0, operations.TILES[1]: 1.0, operations.TILES[2]: 2.0}
-    monkeypatch.setattr(operations._Product, "milliseconds", lambda _, tile: asked.append(tile) or times[tile])
+    times = {None: 3.0, triton_kernels.TILES[0]: 2.0, triton_kernels.TILES[1]: 1.0, triton_kernels.TILES[2]: 2.0}
+    monkeypatch.setattr(triton_kernels._Product, "milliseconds", lambda _, tile: asked.append(tile) or times[tile])
     x, weight = (torch.zeros(*shape, device="meta") for shape in ((1, 32), (8, 32)))
     monkeypatch.setattr(Tensor, "device", torch.device("cuda"), raising=False)
-    product = operations._Product(weight, None)
+    product = triton_kernels._Product(weight, None)
     assert product.fastest(x) is None
     assert not asked
     recording[0] = False
-    assert [product.fastest(x) for _ in range(3)] == [operations.TILES[1]] * 3
-    assert asked == [None, *operations.TILES]
+    assert [product.fastest(x) for _ in range(3)] == [triton_kernels.TILES[1]] * 3
+    assert asked == [None, *triton_kernels.TILES]
     recording[0] = True
-    assert product.fastest(x) == operations.TILES[1]
+    assert product.fastest(x) == triton_kernels.TILES[1]
     assert product.fastest(torch.zeros(17, 32)) is None
 
 

@@ -60,7 +60,7 @@ def test_bytes_of_models_are_those_that_a_forward_reads(tied):
     target = TargetModel(model)
     buffers = sum(one.nbytes for one in model.buffers())  # frequencies of the rotation
     assert weight_bytes(target) == bytes_of_all + buffers - (0 if tied else table.nbytes)
-    cache = target.new_cache(1, 64, 64)
+    cache = target.caches.new(1, 64, 64)
     target.prefill(torch.ones(1, 3, dtype=torch.int64), [3], cache, range(1))
     assert target.token_bytes == cache.bytes / cache.capacity
     speculative = Speculative(TargetModel(tiny_model("llama", num_hidden_layers=1)), gamma=3)

@@ -13,7 +13,7 @@ from omegaconf import OmegaConf
 from spectrain.decoding import Drafter, Generation, Sampling, generate
 from spectrain.decoding.generation import Choices
 from spectrain.errors import UserError
-from spectrain.methods import auto, folders, registry
+from spectrain.methods import auto, options, registry
 from spectrain.methods.auto import PLAIN, Auto
 from spectrain.methods.autoregressive import Autoregressive
 from spectrain.methods.registry import build_method, method_config, method_names
@@ -181,7 +181,7 @@ def test_a_method_runs_where_it_is_fast_and_hardly_where_it_is_not(artifacts, ri
     assert [one.tokens for one in found] == [one.tokens for one in plain]
     drafted = chosen.arms[0].n_steps / chosen.n_steps
     assert drafted > share if right else drafted < share
-    assert (chosen.why_plain is None) == right
+    assert (auto.why_plain(chosen) is None) == right
 
 
 class Oracle(Drafter):
@@ -219,18 +219,15 @@ def test_a_method_whose_next_trial_is_far_away_reads_no_states_until_then(artifa
     target = artifacts.target
     drafter = Auto({"spire": fixed("spire", artifacts)})
     arm = drafter.arms[0]
-    drafter.prepare(target, Sampling(), 1)
-    assert drafter.capture_layers == arm.drafter.capture_layers
+    assert drafter.prepare(target, Sampling(), 1).capture_layers == arm.drafter.method.capture_layers
     arm.n_steps, arm.next_trial = auto.FIRST_STEPS, 10**6
     arm.speed = lambda n_rows: 0.1
     arm.cost = lambda n_rows: 9.0
-    drafter.prepare(target, Sampling(), 1)
-    assert drafter.capture_layers == ()
+    assert drafter.prepare(target, Sampling(), 1).capture_layers == ()
     plain = [one.tokens for one in generate(target, Autoregressive(), prompts(), N_NEW)]
     assert [one.tokens for one in generate(target, drafter, prompts(), N_NEW)] == plain
     drafter.n_steps = arm.next_trial - 1
-    drafter.prepare(target, Sampling(), 1)
-    assert drafter.capture_layers == arm.drafter.capture_layers
+    assert drafter.prepare(target, Sampling(), 1).capture_layers == arm.drafter.method.capture_layers
 
 
 def test_every_method_with_max_nodes_auto_decodes_beside_plain_decoding(artifacts):
@@ -262,7 +259,7 @@ def test_a_draft_model_of_a_shorter_context_is_no_choice_unless_it_was_given(art
     short = Artifacts(tmp_path, artifacts.target, lambda: tiny_model("llama", max_position_embeddings=32), lambda: [])
     folder = short.get("vanilla")
     monkeypatch.setattr(registry, "candidates", lambda: {"pld": (), "speculative": ()})
-    monkeypatch.setattr(folders, "find_artifact", lambda kind, target: folder)
+    monkeypatch.setattr(options, "find_artifact", lambda kind, target: folder)
     config = OmegaConf.merge(method_config("auto"), {"methods": None})
     assert "speculative" in [arm.name for arm in build_method(config, short.target, {"vanilla": folder}).arms]
     assert [arm.name for arm in build_method(config, short.target, {}).arms] == ["pld", PLAIN]
@@ -276,7 +273,7 @@ def test_auto_leaves_out_what_another_choice_finds_as_well(artifacts, monkeypatc
             raise UserError(f"no {kind}")
         return at_hand[kind]
 
-    monkeypatch.setattr(folders, "find_artifact", find)
+    monkeypatch.setattr(options, "find_artifact", find)
 
     def choices() -> list[str]:
         return [arm.name for arm in build_method(method_config("auto"), artifacts.target).arms]
@@ -302,12 +299,12 @@ def test_a_drafters_tree_takes_the_datastore_at_hand(artifacts, monkeypatch, tmp
     spire, store = artifacts.get("spire"), artifacts.get("datastore")
     config = method_config("spire_sssd")
     found = build_method(config, artifacts.target, {"spire": spire})
-    assert found.arms[0].drafter.store is None
-    monkeypatch.setattr(folders, "find_artifact", lambda kind, target: {"datastore": store}[kind])
+    assert found.arms[0].drafter.method.store is None
+    monkeypatch.setattr(options, "find_artifact", lambda kind, target: {"datastore": store}[kind])
     found = build_method(config, artifacts.target, {"spire": spire})
-    assert found.arms[0].drafter.store.folder == Path(store)
+    assert found.arms[0].drafter.method.store.folder == Path(store)
     alone = OmegaConf.merge(config, {"datastore": None})
-    assert build_method(alone, artifacts.target, {"spire": spire}).arms[0].drafter.store is None
+    assert build_method(alone, artifacts.target, {"spire": spire}).arms[0].drafter.method.store is None
     with pytest.raises(UserError, match="nowhere"):
         build_method(config, artifacts.target, {"spire": spire, "datastore": str(tmp_path / "nowhere")})
 

@@ -8,8 +8,8 @@ import torch
 
 from spectrain.decoding import Sampling, Verified, generate
 from spectrain.drafting import runtime
-from spectrain.drafting.draft_tree import Asking, TreeDrafter
-from spectrain.drafting.model_candidates import N_KINDS, N_SHARES, join
+from spectrain.drafting.model_candidates import N_KINDS, N_SHARES, merge_lookup
+from spectrain.drafting.tree_drafter import DraftModelGate, TreeDrafter
 from spectrain.methods.auto import Auto
 from spectrain.methods.autoregressive import Autoregressive
 from spectrain.methods.speculative import Speculative
@@ -19,6 +19,7 @@ from spectrain.models.rollout import rollout
 from spectrain.target import DraftTree, KVCache, Source, TargetModel
 from spectrain.target.tree import ROOT_PARENT
 from tests.conftest import VOCAB_SIZE, random_prompts, tiny_model
+from tests.decoding.reference import follow
 from tests.methods.test_spire import INPUTS, ForcedContext
 from tests.models.test_spire import make
 
@@ -64,7 +65,7 @@ def test_a_node_of_a_spire_tree_is_read_as_training_reads_its_branch(options, fu
         cache.commit(path, verified.accepted)
         cache.extend([k, k])
         emitted = [sequences[r, n : n + k].tolist() for r, n in enumerate(context.n_tokens)]
-        method.follow(context, tree, output, verified, output.logits[:, 8], emitted)
+        follow(method, context, tree, output, verified, output.logits[:, 8], emitted)
 
 
 def test_a_node_of_a_vanilla_tree_is_read_as_the_text_above_it():
@@ -72,7 +73,7 @@ def test_a_node_of_a_vanilla_tree_is_read_as_the_text_above_it():
     method, sequences = Speculative(TargetModel(model), 3), torch.randint(4, VOCAB_SIZE, (2, 20))
     context = ForcedContext(sequences, [9, 5])
     target = TargetModel(tiny_model("llama"))
-    cache = target.new_cache(2, 16, 40)
+    cache = target.caches.new(2, 16, 40)
     method.start(target, cache)
     method.prefill(context, None, range(2))
 
@@ -136,7 +137,7 @@ def test_two_drafts_share_nodes_that_spell_the_same():
     draft = np.zeros((4, 9), dtype=np.int64)
     draft[:, :4] = [[9, 1, 2, 3], [-1, 0, 0, 1], [0, 6, 6, 6], [0, 13, 11 + N_SHARES, 10]]
     other = np.array([[9, 2, 4, 1, 3, 7], [-1, 0, 1, 0, 3, 0], [0, 3, 3, 3, 3, 3], [0, 1, 1, 2, 2, 4]])
-    size = join(draft, 4, other, 6, np.array([1, 0.9, 0.5, 0.1, 0.06, 0.3]), (5, 10))
+    size = merge_lookup(draft, 4, other, 6, np.array([1, 0.9, 0.5, 0.1, 0.06, 0.3]), (5, 10))
     both = 10 + N_KINDS
     assert size == 6
     assert draft[:3, :6].tolist() == [[9, 1, 2, 3, 4, 7], [-1, 0, 0, 1, 2, 0], [0, 6, 6, 6, 3, 3]]
@@ -149,11 +150,11 @@ def test_where_the_model_does_not_pay_only_the_lookup_drafts():
     method = TreeDrafter(Speculative(TargetModel(tiny_model("llama", seed=5)), 3), "auto", 2, 3, input_only())
     asked = []
 
-    def asks(found, price):
+    def should_read(found, price):
         asked.append(len(asked) % 3 == 0)
         return asked[-1]
 
-    method.asking.asks = asks
+    method.gate.should_read = should_read
     parts = Auto({"tree": method}), Autoregressive()
     found, plain = (generate(target, one, [text, text[:12]], 30, batch_size=2) for one in parts)
     assert [one.tokens for one in found] == [one.tokens for one in plain]
@@ -162,16 +163,16 @@ def test_where_the_model_does_not_pay_only_the_lookup_drafts():
 
 
 def test_a_model_is_asked_where_it_has_added_more_than_its_seconds_are_worth():
-    asking = Asking()
-    sure, unsure = Asking.FOUND[-1] + 1, Asking.FOUND[0] / 2
+    gate = DraftModelGate()
+    sure, unsure = DraftModelGate.FOUND[-1] + 1, DraftModelGate.FOUND[0] / 2
     asked = {sure: 0, unsure: 0}
     for _ in range(300):
         for found, added in ((sure, 0.1), (unsure, 0.5)):
-            if asking.asks(found, 0.2):
-                asking.count(added)
+            if gate.should_read(found, 0.2):
+                gate.record_gain(added)
                 asked[found] += 1
-    assert asked == {unsure: 300, sure: 300 // Asking.SELDOM}
-    for _ in range(20 * Asking.SELDOM):  # the text changes
-        if asking.asks(sure, 0.2):
-            asking.count(2.0)
-    assert asking.asks(sure, 0.2)
+    assert asked == {unsure: 300, sure: 300 // DraftModelGate.SELDOM}
+    for _ in range(20 * DraftModelGate.SELDOM):  # the text changes
+        if gate.should_read(sure, 0.2):
+            gate.record_gain(2.0)
+    assert gate.should_read(sure, 0.2)

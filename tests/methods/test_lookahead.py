@@ -8,7 +8,7 @@ from spectrain.drafting.lookup import LookupDrafter
 from spectrain.methods.lookahead import Lookahead, LookaheadRow
 from spectrain.target import KVCache, Source, TargetOutput
 from tests.conftest import VOCAB_SIZE, random_prompts
-from tests.decoding.reference import greedy_by_full_forwards
+from tests.decoding.reference import follow, greedy_by_full_forwards
 from tests.methods.drafts import leaves
 
 
@@ -35,7 +35,7 @@ class Walk:
         accepted = torch.tensor([len(tokens) - 1 for tokens in emitted])
         verified = Verified(None, accepted, torch.tensor([tokens[-1] for tokens in emitted]))
         output = TargetOutput(logits, None, None)
-        self.drafter.follow(self.context, tree, output, verified, logits[:, 0], emitted)
+        follow(self.drafter, self.context, tree, output, verified, logits[:, 0], emitted)
         return tree
 
 

@@ -5,8 +5,13 @@ from __future__ import annotations
 import json
 import shutil
 import sys
+from pathlib import Path
+
+import pytest
 
 from spectrain import config, methods
+from spectrain.decoding import Drafter, Method
+from spectrain.errors import UserError
 
 METHOD = '''"""Propose the last n tokens once more."""
 
@@ -35,15 +40,48 @@ n: 4   # tokens
 """
 
 
+def install(code: str, folder: Path, monkeypatch) -> None:
+    shutil.copytree(config.conf_dir(), folder / "conf")
+    (folder / "echo.py").write_text(code)
+    (folder / "conf" / "method" / "echo.yaml").write_text(YAML)
+    monkeypatch.setattr(config, "PACKAGE", folder / "spectrain")
+    monkeypatch.setattr(methods, "__path__", [*methods.__path__, str(folder)])
+    vars(methods).pop("echo", None)  # of another test
+
+
 def test_a_method_of_one_file_and_one_yaml_is_found_and_benchmarked(run, tmp_path, monkeypatch):
-    shutil.copytree(config.conf_dir(), tmp_path / "conf")
-    (tmp_path / "echo.py").write_text(METHOD)
-    (tmp_path / "conf" / "method" / "echo.yaml").write_text(YAML)
+    install(METHOD, tmp_path, monkeypatch)
     (tmp_path / "asked.jsonl").write_text('{"prompt": "def read_config(path):"}')
-    monkeypatch.setattr(config, "PACKAGE", tmp_path / "spectrain")
-    monkeypatch.setattr(methods, "__path__", [*methods.__path__, str(tmp_path)])
     code, _, err = run("bench", "method=echo", "method.n=3", "prompts=asked.jsonl", "max_new_tokens=24", "out=bench")
     del sys.modules["spectrain.methods.echo"]
     assert code == 0, err
     results = json.loads((tmp_path / "bench" / "results.json").read_text())
     assert results["methods"]["echo"]["lossless"] is True
+
+
+@pytest.mark.parametrize("place", ["the class", "the constructor"])
+def test_a_fact_that_nobody_would_read_is_refused_in_one_sentence(place, run, tmp_path, monkeypatch):
+    before, after = {
+        "the class": ("    def __init__", "    capture_layers = (1,)\n\n    def __init__"),
+        "the constructor": ("        self.n = n", "        self.n, self.capture_layers = n, (1,)"),
+    }[place]
+    install(METHOD.replace(before, after, 1), tmp_path, monkeypatch)
+    code, _, err = run("generate", "method=echo", "prompt=a")
+    sys.modules.pop("spectrain.methods.echo", None)
+    assert code == 2
+    assert "Echo.capture_layers is read of its record alone; give method = Method(capture_layers=...)" in err
+    assert "Traceback" not in err
+
+
+def test_a_record_is_of_its_own_object():
+    class Own(Drafter):
+        method = Method(joins_late=True)
+        propose = None
+
+    one = Own().describe(draws="shared", store="a store")
+    assert (one.method.joins_late, one.method.draws, Own.method.draws) == (True, "shared", "inverse")
+    one.store = "a store"
+    assert one.describe(name="own").method.store == one.store
+    one.store = "another"
+    with pytest.raises(UserError, match="Own.store is read of its record"):
+        one.describe()

@@ -6,7 +6,7 @@ from tokenizers import Tokenizer, models
 from transformers import PreTrainedTokenizerFast
 
 from spectrain.decoding import Sampling, generate
-from spectrain.drafting.draft_tree import TreeDrafter
+from spectrain.drafting.tree_drafter import TreeDrafter
 from spectrain.errors import UserError
 from spectrain.methods.autoregressive import Autoregressive
 from spectrain.methods.speculative import Speculative

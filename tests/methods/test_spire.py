@@ -17,6 +17,7 @@ from spectrain.target import DraftTree, KVCache, TargetModel
 from spectrain.target.target import FINAL
 from spectrain.target.weights import Int8Linear, RowsLinear, on_cpu
 from tests.conftest import VOCAB_SIZE, random_prompts, tiny_model
+from tests.decoding.reference import follow
 from tests.models.test_spire import ENGINE, make
 
 INPUTS = [
@@ -84,7 +85,7 @@ def test_decoding_equals_the_training_rollout(options):
         verified = Verified(path, torch.tensor([3, 3]), context.following(3))
         cache.keep(k)
         emitted = [sequences[r, n : n + k].tolist() for r, n in enumerate(context.n_tokens)]
-        method.follow(context, tree, output, verified, output.logits[:, 3], emitted)
+        follow(method, context, tree, output, verified, output.logits[:, 3], emitted)
 
 
 @pytest.mark.parametrize("options", [{"family": "qwen3", "sink_tokens": 2}, {"feedback": False}, *INPUTS[-4:]], ids=str)
@@ -224,10 +225,10 @@ def test_drafts_of_shortened_weights_come_near_those_of_training(draft_dtype):
     method = Spire(drafter, draft_dtype=draft_dtype)
     tokens, hidden = torch.arange(4, 20), torch.randn(16, 32)
     for _ in range(2):
-        drafting = method.fitted(target)
+        drafting = method.for_target(target)
         torch.testing.assert_close(drafting.embed(tokens), drafter.embed(tokens), atol=1e-5, rtol=1e-5)
         torch.testing.assert_close(drafting.logits(hidden), drafter.logits(hidden), atol=0.15, rtol=0.05)
-        assert method.fitted(target) is drafting
+        assert method.for_target(target) is drafting
         drafter.input.weight.mul_(2)
         drafter.norm.weight.mul_(1)  # as an optimizer's step
     shares = drafting.lm_head.weight.data_ptr() == target.unembedding.data_ptr()
@@ -254,7 +255,7 @@ def test_a_drafter_that_is_held_to_few_tokens_drafts_these_and_leaves_the_text_t
         plain = generate(target, Autoregressive(), prompts, 24, stop_token_ids=())
         assert [one.tokens for one in found] == [one.tokens for one in plain]
     hidden = torch.randn(4, 32)
-    few, all_ = (Spire(drafter, draft_vocab=n).fitted(target).logits(hidden) for n in (5, None))
+    few, all_ = (Spire(drafter, draft_vocab=n).for_target(target).logits(hidden) for n in (5, None))
     kept = drafter.kept[:5]
     torch.testing.assert_close(few[:, kept], all_[:, kept])
     assert (few > -torch.inf).sum() == 4 * 5
@@ -264,10 +265,10 @@ def test_a_drafter_that_is_held_to_few_tokens_drafts_these_and_leaves_the_text_t
 def test_how_many_tokens_are_drafted_where_nobody_says(monkeypatch):
     monkeypatch.setattr(model_drafter, "FEW_TOKENS", 9)
     target, drafter = make(**INPUTS[6])
-    assert len(Spire(drafter, draft_vocab="auto").fitted(target).kept) == 9
-    assert len(Spire(drafter, draft_vocab=30).fitted(target).kept) == 30
+    assert len(Spire(drafter, draft_vocab="auto").for_target(target).kept) == 9
+    assert len(Spire(drafter, draft_vocab=30).for_target(target).kept) == 30
     target, whole = make(**INPUTS[0])
-    assert Spire(whole, draft_vocab="auto").fitted(target).kept is None
+    assert Spire(whole, draft_vocab="auto").for_target(target).kept is None
     for one, n, why in (
         (whole, 9, "draft_vocab=9 needs a drafter"),
         (drafter, 31, "draft_vocab=31 must be at most 30"),

@@ -40,7 +40,7 @@ def logits_of(model: TargetModel) -> Logits:
 
 def spire_logits(method: Spire, target: TargetModel) -> Logits:
     """The logits of the training rollout, run once for each place of a root modulo k."""
-    drafter = method.fitted(target)
+    drafter = method.for_target(target)
     reading = target.with_capture(drafter.config.captured_layers)
 
     def logits(tokens: Tensor, positions: Tensor) -> Tensor:

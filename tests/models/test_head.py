@@ -56,7 +56,7 @@ def test_a_saved_head_is_read_back_whole(tmp_path, target, kind):
     assert torch.equal(head(states), again(states))
     assert build(target, str(folder), str(drafter)).gamma == 20
     asked = [(facts.sampling, "token"), (facts.sampling, "block"), (Sampling(), "token"), (Sampling(), "block")]
-    warnings = [build(target, str(folder), str(drafter)).warning(*one) for one in asked]
+    warnings = [build(target, str(folder), str(drafter)).method.warning(*one) for one in asked]
     assert [None if one is None else one.split(" is used ")[1][:12] for one in warnings] == [
         None, "with verific", "for greedy: ", "for greedy: ",
     ]  # fmt: skip

@@ -15,7 +15,7 @@ from spectrain.errors import UserError
 from spectrain.exports.cards import TEMPLATES
 from spectrain.exports.exporting import DECODE
 from spectrain.methods.autoregressive import Autoregressive
-from spectrain.methods.folders import find_artifact
+from spectrain.methods.options import find_artifact
 from spectrain.retrieval.datastore import largest_datastore, open_datastore
 from spectrain.stores.locations import SHIPPED, SHIPPED_STORES, shipped_folders
 from tests.models.test_artifacts import export_spire

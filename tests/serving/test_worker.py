@@ -77,7 +77,7 @@ def test_a_failing_batch_ends_its_requests_and_the_next_one_is_answered(worker):
     assert tokens == greedy_by_full_forwards(tiny_model("llama_gqa"), prompts[0], N_NEW)
 
 
-@pytest.mark.parametrize("place", ["prepare", "start", "read_of_prompts", "prefill"])
+@pytest.mark.parametrize("place", ["start", "read_of_prompts", "prefill"])
 def test_a_method_that_cannot_begin_ends_its_requests_and_nobody_waits(worker, place, monkeypatch):
     method = worker.engines["pld"].drafter
 

@@ -85,9 +85,9 @@ def test_packed_documents_of_several_rows_are_texts_of_their_own(any_target, mon
     torch.testing.assert_close(features.captured, masked, rtol=1e-4, atol=1e-4)
     torch.testing.assert_close(target.logits_of(features.final_hidden), logits, rtol=1e-4, atol=1e-4)
     with monkeypatch.context() as elsewhere:  # elsewhere than on a CPU a mask keeps them apart
-        elsewhere.setattr(TargetModel, "device", torch.device("meta"))
+        elsewhere.setattr(type(target._engine), "device", torch.device("meta"))
         torch.testing.assert_close(target.features(tokens, starts).captured, masked, rtol=1e-4, atol=1e-4)
-        elsewhere.setattr("spectrain.target.target.packed_mask", None)
+        elsewhere.setattr("spectrain.target.hidden_states.packed_mask", None)
         with pytest.raises(TypeError):
             target.features(tokens, starts)
     alone = any_target.with_capture([]).features(tokens, starts)
@@ -190,7 +190,7 @@ ROPES = {
 def test_features_of_long_rows_in_pieces_are_those_of_one_forward(kind, monkeypatch):
     """Rows longer than the windows, and than the texts that frequencies were made for; pieces of odd sizes."""
     monkeypatch.setitem(PIECE_TOKENS, "cpu", 14)
-    monkeypatch.setattr("spectrain.target.target.MOST_MASKED", 20)
+    monkeypatch.setattr("spectrain.target.hidden_states.MOST_MASKED", 20)
     model = tiny_model("llama", rope_parameters=ROPES[kind]) if kind in ROPES else tiny_model(kind)
     target = TargetModel(model, capture_layers=[2, 0], prefill_chunk=11)
     tokens = torch.tensor(random_prompts([101, 101]))
@@ -220,7 +220,7 @@ def test_pieces_are_no_larger_than_they_must_be(monkeypatch):
             return out
 
     monkeypatch.setitem(PIECE_TOKENS, "cpu", 16)
-    monkeypatch.setattr("spectrain.target.target.MOST_MASKED", 20)
+    monkeypatch.setattr("spectrain.target.hidden_states.MOST_MASKED", 20)
     n_tokens = 1000
     for family in ("llama", "gemma3"):
         model = tiny_model(family, max_position_embeddings=2048, intermediate_size=400)

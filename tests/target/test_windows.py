@@ -13,7 +13,7 @@ import torch
 
 from spectrain.decoding import generate
 from spectrain.methods.autoregressive import Autoregressive
-from spectrain.methods.folders import artifact_kinds
+from spectrain.methods.options import artifact_kinds
 from spectrain.methods.registry import method_config, method_names
 from spectrain.target import TargetModel
 from tests.conftest import WINDOW_TOKENS, WINDOWED, noisy_copy, random_prompts, tiny_model

@@ -10,7 +10,7 @@ from spectrain.models.rollout import rollout, root_of_epoch
 from spectrain.target import TargetModel
 from spectrain.training import losses
 from spectrain.training.data import RowData, TokenRows
-from spectrain.training.drafter import drafted_tokens
+from spectrain.training.drafters import drafted_tokens
 from spectrain.training.losses import LossSettings
 from spectrain.training.optim import OptimizerSettings
 from spectrain.training.sums import ValidationSums
@@ -129,7 +129,7 @@ def test_a_step_on_a_device_waits_for_it_once(options, kind, monkeypatch):
         batch.is_response, batch.starts = batch.is_response.to(device.device), batch.starts.to(device.device)
         device.reads.clear()
         module.parts(batch, 1)
-    assert [copy.site for copy in device.reads if "training/drafter.py" not in copy.site] == []
+    assert [copy.site for copy in device.reads if "training/drafters.py" not in copy.site] == []
     assert len(device.reads) == 1
 
 

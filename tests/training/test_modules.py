@@ -15,7 +15,7 @@ from spectrain.drafting.stopping import StopRule
 from spectrain.methods.spire import Spire
 from spectrain.models.draft_states import DraftStates, ModelStates
 from spectrain.models.head import DrafterFacts, HeadConfig, HeadFacts
-from spectrain.models.labels import label_texts
+from spectrain.models.labelled_texts import label_texts
 from spectrain.models.pruned_init import last_layers, new_drafter
 from spectrain.models.rollout import SpireStates
 from spectrain.models.spire import SpireConfig

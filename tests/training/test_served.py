@@ -26,8 +26,8 @@ from spectrain.errors import UserError
 from spectrain.models.pruned_init import new_drafter
 from spectrain.models.spire import SpireConfig
 from spectrain.target import TargetModel, fingerprint, load_target
-from spectrain.target.embedding_only import open_tables
 from spectrain.target.lean import shape_of
+from spectrain.target.loading import open_tables
 from spectrain.training import served
 from spectrain.training.data import SeededLoader
 from spectrain.training.served import KEY, HiddenStates, ServedRows, send_object

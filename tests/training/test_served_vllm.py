@@ -19,7 +19,7 @@ from safetensors.torch import save_file
 from spectrain.errors import UserError
 from spectrain.stores.locations import BUNDLED, bundled_folder
 from spectrain.target import TargetModel, load_target
-from spectrain.target.embedding_only import open_tables
+from spectrain.target.loading import open_tables
 from spectrain.target.target import FINAL
 from spectrain.training import served
 from spectrain.training.served_vllm import VllmStates

@@ -14,7 +14,7 @@ from spectrain.decoding import Drafter
 from spectrain.target.lean import shape_of
 from spectrain.training.checkpoints import load_weights
 from spectrain.training.data import RowBatch, Rows
-from spectrain.training.drafter import DrafterExperiment, DrafterTraining, drafted_tokens
+from spectrain.training.drafters import DrafterExperiment, DrafterTraining, drafted_tokens
 from spectrain.training.losses import LossSettings
 
 

@@ -1,10 +1,11 @@
-"""Turn an out-of-memory error into advice; and which device a planned step stands for."""
+"""Devices: copies for which nobody waits, advice where memory is full, and which one a planned step stands for."""
 
 from __future__ import annotations
 
 from contextvars import ContextVar
 
 import torch
+from torch import Tensor
 
 # The device that a step on `meta`, which has no autocast, stands for, and the dtype of its products.
 PLANNED: ContextVar[tuple[str, torch.dtype]] = ContextVar("planned", default=("cuda", torch.bfloat16))
@@ -13,6 +14,21 @@ PLANNED: ContextVar[tuple[str, torch.dtype]] = ContextVar("planned", default=("c
 def device_type(device: torch.device) -> str:
     """Return the type of a device, or of the one that `meta` stands for."""
     return PLANNED.get()[0] if device.type == "meta" else device.type
+
+
+def to_device(values: Tensor, device: torch.device) -> Tensor:
+    """Copy a host tensor to a device. On a GPU the host goes on at once; a plain copy would wait for all kernels."""
+    if device.type == "cpu":
+        return values
+    return values.pin_memory().to(device, non_blocking=True)
+
+
+def without(values: Tensor, row: int) -> Tensor:
+    """Return a copy of values [n, ...] without one row: the last one is in its place."""
+    kept = values[:-1].clone()
+    if row < len(kept):
+        kept[row] = values[-1]
+    return kept
 
 
 def is_out_of_memory(error: BaseException) -> bool:

@@ -14,7 +14,7 @@ from transformers import MinPLogitsWarper, TemperatureLogitsWarper, TopKLogitsWa
 
 from spectrain.decoding import Sampling
 from spectrain.models.draft_states import DraftStates, ModelStates
-from spectrain.models.labels import LabelledTexts, label_texts, mix_tokens
+from spectrain.models.labelled_texts import LabelledTexts, label_texts, mix_tokens
 from spectrain.models.rollout import SpireStates
 from spectrain.models.spire import SpireDrafter
 from spectrain.target import TargetModel

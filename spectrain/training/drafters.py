@@ -18,7 +18,7 @@ from spectrain.models.drafter_model import DrafterModel
 from spectrain.models.pruned_init import NEW
 from spectrain.stores.folder import digest, sha256
 from spectrain.target import TargetModel
-from spectrain.target.target import Features
+from spectrain.target.hidden_states import Features
 from spectrain.training.base import Experiment, Parts, Training
 from spectrain.training.data import FeatureRows, RowBatch, Rows
 from spectrain.training.losses import LossParts, LossSettings, Teacher, drafter_loss

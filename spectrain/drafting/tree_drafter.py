@@ -8,7 +8,7 @@ candidates are scored (`ranking.py`). So drafts are deterministic, and verified 
 The lookup's candidates join the same tree (in no paper): a node that both know is a kind of its own, since it is right
 more often, and so is one that the model, having read its parent, does not hold for likely. All compete by what was
 learnt of their kinds. A lookup costs next to nothing, so it comes first, and the model is read only in steps where it
-is likely to add more than its seconds are worth (`Asking`).
+is likely to add more than its seconds are worth (`DraftModelGate`).
 
 Where target and drafter share their noise, a candidate's rank is by E / q, as the target ranks by E / p. The first ones
 are then draws from q without replacement (Kool et al. 2019).
@@ -17,6 +17,7 @@ are then draws from q without replacement (Kool et al. 2019).
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from functools import partial
 
 import numpy as np
@@ -28,7 +29,6 @@ from spectrain.decoding import Context, Drafter, Verified
 from spectrain.drafting.budget import AUTO
 from spectrain.drafting.lookup import LookupDrafter
 from spectrain.drafting.model_candidates import (
-    ALONE,
     LEADS,
     N_KINDS,
     N_SHARES,
@@ -36,14 +36,15 @@ from spectrain.drafting.model_candidates import (
     OF_SHARE,
     RANKS,
     SHARES,
+    UNPROPOSED_FACTOR,
     both_known,
-    join,
+    inverse_temperature,
+    merge_lookup,
     next_read,
-    sharpness_of,
 )
 from spectrain.drafting.ranking import KINDS, PARENTS, SOURCES, TOKENS
 from spectrain.target import DraftTree, KVCache, Source, TargetModel, TargetOutput
-from spectrain.target.transfer import to_device
+from spectrain.target.device import to_device
 from spectrain.target.tree import ROOT_PARENT
 
 BRANCHES, LEVELS = 4, 5
@@ -65,8 +66,6 @@ class TreeDrafter(LookupDrafter):
             alone.
     """
 
-    draws = "shared"  # at T = 1 the likeliest tokens are accepted half as often as draws with the target's own noise
-
     def __init__(
         self,
         model: Drafter,
@@ -76,18 +75,19 @@ class TreeDrafter(LookupDrafter):
         lookup: LookupDrafter | None = None,
     ):
         self.model, self.branches, self.levels, self.lookup = model, branches, levels, lookup
+        self._parts = [model] if lookup is None else [model, lookup]
         found = [] if lookup is None else list(lookup.priors)
         self.n_found = len(found)  # kinds of the lookup's candidates; then come the same where the model names others
         self.first_kind = 2 * len(found)  # of the model's; behind them those that the lookup found, too
-        alone = [ALONE * chance for chance in found]
+        alone = [UNPROPOSED_FACTOR * chance for chance in found]
         of_share = [chance * (1.0 if rank == 0 else 0.8) for rank in range(RANKS) for chance in OF_SHARE]
         self.priors = [*found, *alone, *of_share, *both_known(OF_SHARE)]
         super().__init__(max_nodes)
         self.rank()
-        self.capture_layers, self.joins_late = model.capture_layers, model.joins_late
-        self.max_positions = model.max_positions
-        self.store = None if lookup is None else lookup.store
-        self.asking = Asking()
+        # At T = 1 the likeliest tokens are accepted half as often as draws with the target's own noise.
+        of_model, store = model.method, None if lookup is None else lookup.method.store
+        self.method = replace(of_model, draws="shared", drafts_chains=False, store=store)
+        self.gate = DraftModelGate()
         self._stops = np.zeros(0, dtype=np.int64)  # tokens that end a text
 
     def new_row(self, tokens: list[int]) -> None:
@@ -95,9 +95,7 @@ class TreeDrafter(LookupDrafter):
 
     def rehearsals(self) -> Iterator[Callable[[Context], DraftTree]]:
         def levels(context: Context) -> DraftTree:
-            self.pace = self.levels
-            self._model_drafts(context, np.zeros((context.n_rows, 0)))
-            self.pace = None
+            self._model_drafts(context, np.zeros((context.n_rows, 0)), deep=True)
             return DraftTree.root_only(context.roots)
 
         def behind_root(way: Callable[[Context], DraftTree], context: Context) -> DraftTree:
@@ -147,13 +145,9 @@ class TreeDrafter(LookupDrafter):
 
     def forget(self) -> None:
         super().forget()
-        self.asking = Asking()
+        self.gate = DraftModelGate()
         for part in self._parts:
             part.forget()
-
-    @property
-    def _parts(self) -> list[Drafter]:
-        return [self.model] if self.lookup is None else [self.model, self.lookup]
 
     def _set_priors(self, shares_noise: bool) -> None:
         """Kinds are told apart by E / q or by q, which say different things."""
@@ -171,11 +165,7 @@ class TreeDrafter(LookupDrafter):
         n_rows = context.n_rows
         found, found_sizes = self.lookup.candidates(context, 1 + self.ranking.n_candidates)
         gained, value, likely = self.ranking.value_of(found, found_sizes[:, 0])
-        if self.pace is not None:
-            asks = self.pace > 0
-        else:
-            asks = self.budget is None or self.asking.asks(gained / n_rows, self._price(n_rows, 0, 1) / n_rows)
-        if not asks:
+        if not (self.budget is None or self.gate.should_read(gained / n_rows, self._price(n_rows, 0, 1) / n_rows)):
             self.reads = 0
             return self.drafted(context, found, found_sizes)
         drafts, sizes = self._model_drafts(context, likely[:, 1:])
@@ -183,13 +173,13 @@ class TreeDrafter(LookupDrafter):
         both[:, :, : drafts.shape[2]] = drafts
         kinds = self.n_found, self.first_kind
         for row, draft in enumerate(both):
-            sizes[row, 0] = join(draft, sizes[row, 0], found[row], found_sizes[row, 0], likely[row], kinds)
+            sizes[row, 0] = merge_lookup(draft, sizes[row, 0], found[row], found_sizes[row, 0], likely[row], kinds)
         sizes[:, 1] = np.maximum(sizes[:, 1], found_sizes[:, 1])
         tree = self.drafted(context, both, sizes)
         self.ranking.learn_also(found, found_sizes[:, 0], self.n_found)
         if self.budget is not None and self.reads:
             deeper = self._price(n_rows, 1, self.reads)
-            self.asking.count((self.ranking.value - value - deeper) / n_rows)
+            self.gate.record_gain((self.ranking.value - value - deeper) / n_rows)
         return tree
 
     def _price(self, n_rows: int, before: int, after: int) -> float:
@@ -197,10 +187,10 @@ class TreeDrafter(LookupDrafter):
         seconds = self.budget.costs.draft_s(n_rows)
         return self.budget.rate(n_rows) * float(seconds[after] - seconds[before])
 
-    def _model_drafts(self, context: Context, others: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    def _model_drafts(self, context: Context, others: np.ndarray, deep: bool = False) -> tuple[np.ndarray, np.ndarray]:
         """The model's candidates [n, 4, N] int64 behind each root, as `drafted` takes them, and their sizes [n, 2].
 
-        `others` [n, M] are the chances of candidates that somebody else has found.
+        `others` [n, M] are the chances of candidates that somebody else has found. `deep`: all levels are read.
         """
         n_rows, branches = context.n_rows, self.branches
         levels = min(self.levels, max(context.room) - 1)
@@ -230,7 +220,7 @@ class TreeDrafter(LookupDrafter):
             sizes[:, 0], sizes[:, 1] = new.stop, level + 1
             if level + 1 == levels:
                 break
-            chosen = self._next_read(drafts, sizes, new, others, level)
+            chosen = self._next_read(drafts, sizes, new, others, level, deep)
             if chosen is None:
                 break
             read = np.concatenate([read, chosen], axis=1)
@@ -242,7 +232,7 @@ class TreeDrafter(LookupDrafter):
         self, context: Context, logits: Tensor, branches: int, keys: Tensor | None
     ) -> tuple[np.ndarray, np.ndarray]:
         """The B likeliest tokens behind nodes with these logits [n, m, K], and their kinds, [n, m, B] each."""
-        sharpness = to_device(sharpness_of(context), logits.device)
+        sharpness = to_device(inverse_temperature(context), logits.device)
         if keys is not None:
             probs = (logits.float() * sharpness[:, None, None]).softmax(-1).cpu()
             tokens, late = kernels.first_by_noise(probs, keys, self._names, branches)
@@ -258,9 +248,9 @@ class TreeDrafter(LookupDrafter):
         return tokens.numpy(), self.first_kind + ranks * N_SHARES + buckets
 
     def _next_read(
-        self, drafts: np.ndarray, sizes: np.ndarray, new: slice, others: np.ndarray, level: int
+        self, drafts: np.ndarray, sizes: np.ndarray, new: slice, others: np.ndarray, level: int, deep: bool
     ) -> np.ndarray | None:
-        """The nodes [n, m] of the newest level, `level`, that are read next; None: it does not pay to read any."""
+        """The nodes [n, m] of the newest level, `level`, that are read next; None: it is not `deep`, and none pays."""
         n_rows, likely = len(drafts), self.ranking.likely(drafts, sizes[:, 0])
         n_scored = self.max_nodes - 1 if self.budget is None else self.budget.n_candidates
         chosen = np.empty((n_rows, self.branches), dtype=np.int64)
@@ -268,15 +258,11 @@ class TreeDrafter(LookupDrafter):
         if m and self.reads_all:
             m = self.branches
             chosen.sort(axis=1)
-        if self.pace is not None:
-            pays = level + 1 < self.pace
-        else:
-            cost = 0.0 if self.budget is None else self._price(n_rows, level + 1, level + 2)
-            pays = NEXT_LEVEL * reached > cost
-        return chosen[:, :m] if m and pays else None
+        cost = 0.0 if self.budget is None or deep else self._price(n_rows, level + 1, level + 2)
+        return chosen[:, :m] if m and (deep or NEXT_LEVEL * reached > cost) else None
 
 
-class Asking:
+class DraftModelGate:
     """Chooses in which steps a draft model is read, given what a lookup has found for the step.
 
     It is read if it has lately added more tokens to the lookup's than could be gained in its seconds otherwise. Where
@@ -293,7 +279,7 @@ class Asking:
         self.waited = np.zeros(len(self.ADDED), dtype=np.int64)
         self._bucket = 0
 
-    def asks(self, found: float, price: float) -> bool:
+    def should_read(self, found: float, price: float) -> bool:
         """Whether it is read where the lookup may gain `found` tokens per row, and reading must add `price`."""
         self._bucket = of = int(np.searchsorted(self.FOUND, found, side="right"))
         self.waited[of] += 1
@@ -302,7 +288,7 @@ class Asking:
             self.waited[of] = 0
         return bool(is_read)
 
-    def count(self, added: float) -> None:
+    def record_gain(self, added: float) -> None:
         """It was read, and may add so many tokens per row."""
         of = self._bucket
         self.n_steps[of] = min(self.n_steps[of] + 1, self.MEAN_STEPS)
