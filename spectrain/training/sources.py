@@ -111,7 +111,7 @@ class Offline(config_training.Offline):
         store, trainer = self._open_features(target, layers, config.target.path), config.trainer
         warn_of_rounding(str(store.folder), "trainer.precision", store.manifest.precision, precision_of(trainer))
         longest = max(config.tau.context_tokens)
-        is_pinned = uses_gpu(trainer["accelerator"])
+        is_pinned = uses_gpu(trainer.accelerator)
         rows = FeatureRows(store, np.arange(len(store)), layers, self.row_tokens, is_pinned, self.loss_on)
         found = feature_data(rows, self.batch_size, config.seed, self.val_rows, longest)
         if not found.contexts:

@@ -12,6 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import MistralConfig, MixtralConfig
 
+from spectrain.config import groups
 from spectrain.errors import UserError
 from spectrain.planning.cost import (
     Acceptance,
@@ -152,7 +153,7 @@ def test_models_that_cost_otherwise_are_refused(tmp_path):
 
 
 def test_the_cpu_is_measured_in_both_rates():
-    hardware = read_hardware({"flops_per_s": None}, "fp32")
+    hardware = read_hardware(groups.Hardware(), "fp32")
     assert hardware.bytes_per_value == 4
     assert 0 < hardware.operational_intensity < hardware.flops_per_s
 

@@ -16,6 +16,8 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
+from spectrain.config.groups import Target
+from spectrain.config.training import Train, Trainer
 from spectrain.errors import UserError
 from spectrain.stores.locations import BUNDLED, bundled_folder
 from spectrain.target import TargetModel, load_target
@@ -147,7 +149,7 @@ def test_states_are_the_targets_own(shared, target, engine, fault, has_blocks, c
 def test_a_bundled_target_is_found_by_its_name(engine):
     path = bundled_folder(BUNDLED)
     engine.model, engine.layers = load_target(path, device="cpu", dtype="float32").model, (6, 7, 8)
-    config = {"trainer": {"accelerator": "cpu"}, "target": {"path": BUNDLED, "dtype": "float32"}}
+    config = Train(trainer=Trainer(accelerator="cpu"), target=Target(path=BUNDLED, dtype="float32"))
     with serving(engine) as address:
         source = Served(address=address, timeout_s=5, row_tokens=16)
         assert source._vllm(config, open_tables(path, "float32", "cpu"), (6, 7)).slots == [0, 1, 2]
