@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import copy
 import inspect
-import re
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from functools import cached_property, partial
@@ -28,7 +27,8 @@ from spectrain.target.llama import additive
 from spectrain.target.masks import last_seen
 
 RECORDERS = "transformers.utils.output_capturing"  # its hooks stay on a model and only copy what passes
-IGNORED = re.compile("_|training$|gradient_checkpointing$|name_or_path$")  # change nothing while texts are written
+FACTS = bool, int, float, str  # attributes of a module that say what it computes
+IGNORED = "training", "gradient_checkpointing", "name_or_path"  # as all that begin with _, while texts are written
 KNOWN_LAYERS = ("full_attention", "global", "sliding_attention")
 
 
@@ -218,17 +218,26 @@ def alterations(module: nn.Module) -> list:
 def describe(model: PreTrainedModel) -> dict[str, object]:
     """Return what each module is, by its name: two models with equal descriptions and weights compute alike."""
     described = {"hooks of all modules": _has_any_global_hook()}
-    for name, module in model.named_modules():
-        facts = [one for one in vars(module).items() if type(one[1]) in (bool, int, float, str)]
+    for name, module in _modules(model):
+        own = [(key, one) for key, one in vars(module).items() if key[0] != "_" and type(one) in FACTS]
+        facts = [one for one in own if one[0] not in IGNORED]
         shapes = [(key, one.shape) for key, one in module._parameters.items() if one is not None]
-        facts = [one for one in facts if not IGNORED.match(one[0])]
         described[name] = type(module), type(module).forward, alterations(module), shapes, facts
     return described
 
 
 def addresses(model: PreTrainedModel) -> tuple[int, ...]:
     """Return where the weights and buffers of a model are in memory."""
-    return tuple(one.data_ptr() for one in (*model.parameters(), *model.buffers()))
+    tensors = (one for _, part in _modules(model) for one in (*part._parameters.values(), *part._buffers.values()))
+    return tuple(one.data_ptr() for one in tensors if one is not None)
+
+
+def _modules(model: PreTrainedModel) -> list[tuple[str, nn.Module]]:
+    """Return all modules by their names: `named_modules` takes a millisecond, which would be paid by each answer."""
+    found = [("", model)]
+    for name, module in found:  # which grows meanwhile
+        found += [(f"{name}.{key}".strip("."), one) for key, one in module._modules.items() if one is not None]
+    return found
 
 
 def why_not_plain(model: PreTrainedModel) -> str | None:
