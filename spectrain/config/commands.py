@@ -138,6 +138,11 @@ class Recommend(Bench):
     )
     limit: int | None = option(200, "questions, from the start of the file", least=1)
     max_new_tokens: int = option(64, "the most tokens per reply", least=2)
+    # `minutes` refuses these, so `--help` does not show them.
+    out: str | None = None
+    fresh: bool = False
+    method: Any = None
+    peers: Any = None
 
 
 @dataclass
