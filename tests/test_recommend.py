@@ -42,7 +42,7 @@ def test_each_setting_is_measured_and_written_as_json(run):
     assert settings[0]["prompts"] == 16  # of code: the tiny target has no chat template
     assert found["advice"].startswith("Use ")
     assert "No drafter is trained for this target" in found["drafter"]
-    assert found["folders"]["pld"] == []
+    assert (found["folders"]["pld"], found["prompts"]) == ([], "code")
 
 
 def test_the_lines_to_type_next_work(run, typed):
