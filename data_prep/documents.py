@@ -43,12 +43,7 @@ from spectrain.target.target import TargetModel
 log = logging.getLogger(__name__)
 
 COUNTS, DOCUMENTS = "corpus.json", "documents.jsonl"
-PART_COLUMNS = pyarrow.schema(
-    {
-        "id": pyarrow.string(),
-        "tokens": pyarrow.list_(pyarrow.int32()),
-    }
-)
+PART_COLUMNS = pyarrow.schema({"id": pyarrow.string(), "tokens": pyarrow.list_(pyarrow.int32())})
 PART_CHARACTERS = 2**21  # a part also ends here, so that one of long documents is not hours of work
 
 

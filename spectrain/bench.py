@@ -105,8 +105,7 @@ def measure(
     with interruptible(f"to resume in {run.path}"):
         for size in batch_sizes(options):
             decoders = decoders_of(options, target, drafters, sampling, size)
-            drawing = {"sampling": sampling, "seed": options.seed}
-            decoders |= {name: partial(baseline, **drawing) for name, baseline in baselines.items()}
+            decoders |= {name: partial(one, sampling=sampling, seed=options.seed) for name, one in baselines.items()}
             lengths = options.max_new_tokens, size, on_gpu, options.max_length
             benchmark = Benchmark(target, decoders, asked, prompt_ids, *lengths)
             rows = benchmark.run(run.path / "questions.jsonl")
@@ -151,7 +150,8 @@ def recommend(options: Bench, sampling: Sampling) -> None:
     asked = questions.read_questions(options.prompts, options.limit) if options.prompts else []
     target = open_target(options.target, all_ranks=True)
     is_chat = target.tokenizer.chat_template is not None
-    asked = asked or questions.read_questions("chat" if is_chat else "code", options.limit)
+    options.prompts = options.prompts or ("chat" if is_chat else "code")
+    asked = asked or questions.read_questions(options.prompts, options.limit)
     random.Random(options.seed).shuffle(asked)
     named = options if options.methods else dataclasses.replace(options, methods="all")
     methods = configured(named) | {AUTO: registry.method_config(AUTO, options.max_nodes)}
@@ -292,9 +292,7 @@ def check(options: Bench) -> None:
     if options.minutes is not None:
         for name in ("out", "fresh", "peers", "method"):
             if getattr(options, name):
-                raise UserError(
-                    f"{name}= is nothing for minutes=, which compares methods= and writes no file; remove one"
-                )
+                raise UserError(f"{name}= is not for minutes=, which compares methods= and writes no file; remove one")
     for size in batch_sizes(options):
         check_whole("batch_size", size, 1)
         if options.peers and size != 1:

@@ -42,7 +42,7 @@ def test_each_setting_is_measured_and_written_as_json(run):
     assert settings[0]["prompts"] == 16  # of code: the tiny target has no chat template
     assert found["advice"].startswith("Use ")
     assert "No drafter is trained for this target" in found["drafter"]
-    assert found["folders"]["pld"] == []
+    assert (found["folders"]["pld"], found["prompts"]) == ([], "code")
 
 
 def test_the_lines_to_type_next_work(run, typed):
@@ -86,7 +86,8 @@ def test_too_little_time_is_one_sentence_with_a_way_on(run):
     ("arguments", "said"),
     [
         (["max_new_tokens=300"], "context holds 256; shorten the prompt or lower max_new_tokens"),
-        (["out=somewhere"], "out= is nothing for minutes=, which compares methods= and writes no file; remove one"),
+        (["out=somewhere"], "out= is not for minutes=, which compares methods= and writes no file; remove one"),
+        (["minutes=null"], "minutes=null must be a number above 0"),
         (["batch_size=[0]"], "batch_size=[0] must be"),
     ],
 )

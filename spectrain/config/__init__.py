@@ -33,7 +33,7 @@ COMMANDS: dict[str, tuple[type, dict[str, str | None]]] = {
     "chat": (commands.Chat, {"method": "auto", "sampling": "greedy"}),
     "serve": (commands.Serve, {"target": "bundled", "sampling": "t1"}),
     "bench": (commands.Bench, {"target": "bundled", "method": None, "sampling": "greedy", "variants": "none"}),
-    "recommend": (commands.Recommend, {"target": "bundled", "sampling": "t08"}),
+    "recommend": (commands.Recommend, {"target": "bundled", "sampling": "t08", "variants": "none"}),
     "responses": (commands.Responses, {"target": "bundled", "method": "autoregressive", "sampling": "t1"}),
     "activations": (commands.Activations, {"target": "bundled", "corpus": "stdlib"}),
     "acceptance": (commands.Acceptance, {"target": "bundled", "sampling": None}),

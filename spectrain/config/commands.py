@@ -119,8 +119,8 @@ class Bench(Artifacts, Built):
     seed: int = SEED
     minutes: float | None = option(
         None,
-        "for so long the methods are measured, greedily and as sampling= says, slow ones leave, and nothing is written "
-        "but what to use and to type; null: all questions are answered by all",
+        "how long methods are measured, greedily and as sampling= says; slow ones leave, no file is written, and the "
+        "end says what to use and to type; null: all methods answer all questions",
         above=0,
     )
     json: bool = option(False, "true: print the results as JSON in place of the tables")
@@ -130,7 +130,7 @@ class Bench(Artifacts, Built):
 class Recommend(Bench):
     """Measure this machine for some minutes, and say which method to use for a target."""
 
-    minutes: float | None = option(4.0, "that all of it takes, about; more of them make intervals narrower", above=0)
+    minutes: float = option(4.0, "that all of it takes, about; more of them make intervals narrower", above=0)
     methods: Any = option(
         None,
         "all, or names of conf/method/ and exported folders; null: those that have been the fastest in our benchmarks",
@@ -138,6 +138,11 @@ class Recommend(Bench):
     )
     limit: int | None = option(200, "questions, from the start of the file", least=1)
     max_new_tokens: int = option(64, "the most tokens per reply", least=2)
+    # `minutes` refuses these, so `--help` does not show them.
+    out: str | None = None
+    fresh: bool = False
+    method: Any = None
+    peers: Any = None
 
 
 @dataclass

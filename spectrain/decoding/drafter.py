@@ -23,7 +23,8 @@ from spectrain.target.kv_cache import KVCache
 from spectrain.target.target import TargetModel, TargetOutput
 from spectrain.target.tree import DraftTree
 
-FACTS = frozenset({"store", "capture_layers", "max_positions", "draws", "joins_late", "drafts_chains"})  # of `Method`
+# What a `Method` states. Nobody reads it as an attribute of a drafter.
+FACTS = frozenset({"store", "capture_layers", "max_positions", "draws", "joins_late", "drafts_chains", "warning"})
 
 
 @dataclass(frozen=True)
@@ -47,12 +48,12 @@ class Method:
         return None if self.warns is None else self.warns(sampling, verification)
 
 
-def _refuse(kind: type[Drafter], facts: Collection[str]) -> None:
-    """Raise UserError where a class states as attributes what its `method` states, as nobody reads them."""
-    if facts:
-        name = min(facts)
-        where = f"method = Method({name}=...) in the class, or self.describe({name}=...) in its constructor"
-        raise UserError(f"{kind.__name__}.{name} is read of its record alone; give {where}")
+def _refuse(kind: type[Drafter], names: Collection[str]) -> None:
+    """Raise UserError where a class has attributes of these names, which nobody reads: its `method` states them."""
+    if names:
+        fact = "warns" if (name := min(names)) == "warning" else name
+        where = f"method = Method({fact}=...) in the class, or self.describe({fact}=...) in its constructor"
+        raise UserError(f"{kind.__name__}.{name} is not read; give {where}")
 
 
 class Drafter(ABC):
@@ -65,7 +66,7 @@ class Drafter(ABC):
         _refuse(cls, vars(cls).keys() & FACTS)
 
     def describe(self, **facts: object) -> Self:
-        """Add to the record of what it is: in its constructor, and by what builds it. Return itself."""
+        """Add facts to its record, in its constructor and by what builds it, and return the drafter."""
         self.method, own = replace(self.method, **facts), vars(self)
         _refuse(type(self), {name for name in FACTS & own.keys() if own[name] != getattr(self.method, name)})
         return self
@@ -142,7 +143,7 @@ class Chooser(Drafter):
 
     @abstractmethod
     def prepare(self, target: TargetModel, sampling: Sampling, n_rows: int) -> Method:
-        """Before a generation of at most n rows: load what this machine is known by. Return what it is in it."""
+        """Load what is known of this machine, before a generation of at most n rows. Return its record in it."""
 
     @abstractmethod
     def watch_clock(self, n_rows: int) -> Told | None:

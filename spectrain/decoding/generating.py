@@ -1,4 +1,4 @@
-"""A list of prompts is continued by an engine of its own."""
+"""Continue a list of prompts by an engine of its own."""
 
 from __future__ import annotations
 

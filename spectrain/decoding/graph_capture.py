@@ -81,7 +81,7 @@ def _reserved(device: torch.device) -> int:
 class _Rehearsal(Drafter):
     """Proposes in one way, and learns nothing."""
 
-    propose = None
+    propose = None  # each object has its own
 
     def __init__(self, inner: Drafter, way: Callable[[Context], DraftTree]) -> None:
         self.propose, self.prefill, self.observe = way, inner.prefill, inner.observe

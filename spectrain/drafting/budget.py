@@ -29,15 +29,15 @@ class Budget:
     """Chooses how much is drafted."""
 
     costs: Costs  # of the steps of this generation
-    must_draft = False  # at least one token of a chain: this is how acceptance is learnt; trees learn without
+    must_draft = False  # each chain has at least one token: so its acceptance is learnt; trees learn without
     expected = 1.0  # tokens of a row in this step
 
     def begin(self, costs: Costs) -> None:
-        """A generation begins, whose steps cost so much."""
+        """Begin a generation whose steps have these costs."""
         self.costs = costs
 
     def insist(self, must_draft: bool) -> None:
-        """From now on a chain has at least one token, or may have none."""
+        """Require at least one token of each chain from now on, or allow none."""
         self.must_draft = must_draft
 
 

@@ -257,7 +257,7 @@ def draft_chain(
 
 
 def limits(context: Context, gamma: int) -> tuple[int, Tensor | None]:
-    """Return the most tokens of chains, and those of each row [n] int64; None: as many. 0: no row has room."""
+    """Return the most tokens of a chain (0: no row has room), and of each row's, [n] int64 (None: as many)."""
     left = [min(gamma, room - 1) for room in context.room]
     longest = max(left) if context.device.type == "cpu" else gamma  # elsewhere each length would be recorded
     ragged = to_device(torch.tensor(left).clamp_min(0), context.device) if min(left) < longest else None

@@ -250,7 +250,7 @@ class TreeDrafter(LookupDrafter):
     def _next_read(
         self, drafts: np.ndarray, sizes: np.ndarray, new: slice, others: np.ndarray, level: int, deep: bool
     ) -> np.ndarray | None:
-        """The nodes [n, m] of the newest level, `level`, that are read next; None: it is not `deep`, and none pays."""
+        """The nodes [n, m] of the newest level, `level`, to read next; None: none is left or, unless `deep`, pays."""
         n_rows, likely = len(drafts), self.ranking.likely(drafts, sizes[:, 0])
         n_scored = self.max_nodes - 1 if self.budget is None else self.budget.n_candidates
         chosen = np.empty((n_rows, self.branches), dtype=np.int64)

@@ -64,9 +64,6 @@ def environment() -> Environment:
     return environment
 
 
-# Benchmarks
-
-
 def benchmark_sections(title: str, results: Mapping, rows: Sequence[Mapping] = ()) -> list[Section]:
     """Describe a benchmark by its files, in one section per batch size; the first one compares them."""
     batches, sections = tables.batches_of(results), []
@@ -161,16 +158,13 @@ def benchmark_facts(results: Mapping) -> dict[str, object]:
     }
 
 
-# Folders of runs
-
-
 def sections_below(roots: Sequence[Path]) -> tuple[list[Section], dict[str, str]]:
     """Describe the benchmarks below some folders. Returns sections, and what could not be read with the reason."""
     sections, left_out = [], {}
     files = {file.resolve(): file for root in roots for file in sorted(root.rglob("config.yaml"))}
     for file, folder in ((file, file.parent) for file in files.values()):
-        try:
-            if read_yaml(file).get("kind") != "bench":
+        try:  # a killed process may have left a hidden folder beside a run
+            if folder.name.startswith(".") or read_yaml(file).get("kind") != "bench":
                 continue
             name, answers, result = folder.resolve().name, folder / "questions.jsonl", folder / "results.json"
             rows = list(read_lines(answers)) if answers.is_file() else []

@@ -69,7 +69,7 @@ class Arm:
         self.reads_states = bool(self.drafter.method.capture_layers)
 
     def price(self, costs: Costs, keys: tuple[str, str]) -> None:
-        """A generation begins: its steps cost so much, and are learnt under these keys."""
+        """Begin a generation whose steps have these costs, which are learnt under these keys."""
         self.costs, self.keys = costs, keys
         if self.budget is not None:
             self.budget.begin(costs)

@@ -7,9 +7,9 @@
 
 `generate`, `bench`, exports, serving and the tests find methods here and nowhere else. The `_target_` of a yaml is a
 class or function that builds the method, and the rest of the yaml are its options. Its signature says what it takes:
-the target, where it has a parameter `target`; folders (`options.py`), where it has `drafter`, `head` or `datastore`;
-and the options with their types (`options.py`). The default of `max_nodes` is that of the paper; None: all, or
-gamma + 1. The module may say more by two constants:
+the target, where it has a parameter `target`; folders, where it has `drafter`, `head` or `datastore`; and the options
+with their types (`options.py`). The default of `max_nodes` is that of the paper; None: all, or gamma + 1. The module
+may say more by two constants:
 
     DRAFTER = "spire"      the kind of its drafter (`models/kinds.py`); trees have an option `tree` for it
     TOKENS_ONLY = True     it drafts from tokens alone, so that a serving engine can run it
@@ -161,7 +161,7 @@ def instantiate(method: Mapping, target: TargetModel | None, options: Mapping) -
 def build_method(
     method: DictConfig, target: TargetModel | None, artifacts: Mapping[str, str] | None = None, ranks: bool = True
 ) -> Drafter:
-    """Build a method of `conf/method/` for this target, with its folders; see `options.py`.
+    """Build a method of `conf/method/` for this target, with its folders; see `chosen_folder`.
 
     Args:
         method: the yaml's content.

@@ -9,7 +9,7 @@ from transformers import PretrainedConfig, PreTrainedModel
 
 
 class ModelFacts:
-    """A model of transformers, as far as its configs tell."""
+    """What is known of a model of transformers by its configs alone."""
 
     config: PretrainedConfig
     model: PreTrainedModel

@@ -1,4 +1,4 @@
-"""What training reads of a target's whole texts: hidden states without logits."""
+"""Read whole texts through a target, as trainings do: hidden states without logits."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Prompts are read into the KV cache piece by piece."""
+"""Read prompts into the KV cache, piece by piece."""
 
 from __future__ import annotations
 

@@ -59,17 +59,19 @@ def test_a_method_of_one_file_and_one_yaml_is_found_and_benchmarked(run, tmp_pat
     assert results["methods"]["echo"]["lossless"] is True
 
 
-@pytest.mark.parametrize("place", ["the class", "the constructor"])
+@pytest.mark.parametrize("place", ["the class", "the constructor", "a hook"])
 def test_a_fact_that_nobody_would_read_is_refused_in_one_sentence(place, run, tmp_path, monkeypatch):
+    name, fact = ("warning", "warns") if place == "a hook" else ("capture_layers", "capture_layers")
     before, after = {
         "the class": ("    def __init__", "    capture_layers = (1,)\n\n    def __init__"),
         "the constructor": ("        self.n = n", "        self.n, self.capture_layers = n, (1,)"),
+        "a hook": ("    def __init__", "    def warning(self, *_):\n        pass\n\n    def __init__"),
     }[place]
     install(METHOD.replace(before, after, 1), tmp_path, monkeypatch)
     code, _, err = run("generate", "method=echo", "prompt=a")
     sys.modules.pop("spectrain.methods.echo", None)
     assert code == 2
-    assert "Echo.capture_layers is read of its record alone; give method = Method(capture_layers=...)" in err
+    assert f"Echo.{name} is not read; give method = Method({fact}=...)" in err
     assert "Traceback" not in err
 
 
@@ -83,5 +85,5 @@ def test_a_record_is_of_its_own_object():
     one.store = "a store"
     assert one.describe(name="own").method.store == one.store
     one.store = "another"
-    with pytest.raises(UserError, match="Own.store is read of its record"):
+    with pytest.raises(UserError, match="Own.store is not read"):
         one.describe()
