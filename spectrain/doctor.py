@@ -33,7 +33,7 @@ from spectrain.config.commands import Doctor
 from spectrain.kernels import why_no_kernels, works
 from spectrain.kernels.cpu.products import width
 from spectrain.measure.tables import size
-from spectrain.stores.environment import OtherWork, cpu_name, host_memory, is_disturbed, version_of
+from spectrain.stores.environment import CGROUP, OtherWork, cpu_name, host_memory, is_disturbed, version_of
 from spectrain.stores.files import free_bytes
 from spectrain.stores.locations import BUNDLED, MADE, SHIPPED, SHIPPED_STORES, bundled_folder
 from spectrain.terminal import stage
@@ -62,9 +62,11 @@ def machine() -> Iterator[Finding]:
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     vectors = {16: "AVX-512", 8: "AVX2"}.get(width(), "128 bits")
     yield "processor", f"{cpu_name()}, {cores} of {os.cpu_count()} cores, {vectors}", ""
+    quota, period = (CGROUP / "cpu.max").read_text().split() if (CGROUP / "cpu.max").is_file() else ("max", "1")
+    usable = cores if quota == "max" else max(1, min(cores, int(quota) // int(period)))  # of a container
     threads = torch.get_num_threads()
-    wrong = f"{threads} threads wait for each other on {cores} cores; set OMP_NUM_THREADS={cores}"
-    yield "threads", str(threads), wrong if threads > cores else ""
+    wrong = f"{threads} threads wait for each other on {usable} cores; set OMP_NUM_THREADS={usable}"
+    yield "threads", str(threads), wrong if threads > usable else ""
     others = OtherWork()
     time.sleep(LOAD_S)
     share = others.share() or 0.0
