@@ -45,29 +45,20 @@ def shown(value: object) -> str:
 
 def check_whole(name: str, value: object, least: int, most: int = 2**63 - 1) -> None:
     """Raise UserError unless the option `name` is a whole number of at least `least`, and at most `most`."""
-    if not is_whole(value, least):
+    if not isinstance(value, int) or isinstance(value, bool) or value < least:
         raise UserError(f"{name}={shown(value)} must be a whole number of at least {least}")
     if value > most:
         raise UserError(f"{name}={shown(value)} must be at most {most}; lower it")
 
 
-def is_whole(value: object, least: int) -> bool:
-    """Return whether a value is a whole number of at least `least`."""
-    return isinstance(value, int) and not isinstance(value, bool) and value >= least
-
-
 def check_number(name: str, value: object, interval: str) -> None:
     """Raise UserError unless the option `name` is a number in an interval such as "[0, 1)" or "(0, inf)"."""
-    if not is_in(value, interval):
-        raise UserError(f"{name}={shown(value)} must be a number in {interval}")
-
-
-def is_in(value: object, interval: str) -> bool:
-    """Return whether a value is a number in an interval such as "[0, 1)"."""
     low, high = map(float, interval[1:-1].split(","))
-    if isinstance(value, bool) or not isinstance(value, int | float) or not low <= value <= min(high, LARGEST):
-        return False
-    return not (value == low and interval[0] == "(") and not (value == high and interval[-1] == ")")
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    ends = {low} if interval[0] == "(" else set()
+    ends |= {high} if interval[-1] == ")" else set()
+    if not is_number or not low <= value <= min(high, LARGEST) or value in ends:
+        raise UserError(f"{name}={shown(value)} must be a number in {interval}")
 
 
 def check_choice(name: str, value: object, choices: Iterable[str]) -> None:

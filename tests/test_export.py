@@ -181,7 +181,7 @@ def test_what_cannot_be_exported_is_said_and_nothing_is_written(trained, tmp_pat
     assert "exists already" in refused(run, tmp_path)
     for inside in (run, run / "new", tmp_path / "x" / ".." / "run" / "deep" / "er"):
         assert "lies inside the run" in refused(run, inside)
-    assert "weights=worst must be one of best, last" in refused(run, tmp_path / "out", "weights=worst")
+    assert "weights=worst must be best or last" in refused(run, tmp_path / "out", "weights=worst")
     assert "give one of run=" in said(typed)
     assert "give one of run=" in refused(run, tmp_path / "out", "method=pld")
 

@@ -208,7 +208,7 @@ def test_a_head_learns_from_stored_states_without_running_a_model(run, small, ma
         (["responses={made}/vanilla"], "responses={made}/vanilla"),
         (["held_out_share=0.0001"], "0 held-out rows"),
         (["data.batch_size=100"], "fewer than one batch of 100"),
-        (["mixing_share=null"], "mixing_share=null must be a number of at least 0 and below 1"),
+        (["mixing_share=null"], "mixing_share=null must be a number"),
         (["data=offline", "data.path={made}/nowhere"], "data.path={made}/nowhere does not exist"),
     ],
 )

@@ -7,9 +7,9 @@ turns them into an object of the class before the command works. The options of 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from contextvars import ContextVar
-from dataclasses import replace
+from dataclasses import asdict, replace
 from functools import cache
 from pathlib import Path
 
@@ -17,7 +17,7 @@ from hydra.core.config_store import ConfigStore
 from omegaconf import DictConfig, OmegaConf
 
 from spectrain.config import commands, training
-from spectrain.config.fields import described, names_of, path_options, plain, typed
+from spectrain.config.fields import described, path_options, plain, typed, types_of
 from spectrain.config.groups import Artifacts, Corpus, Sampling, Target
 
 __all__ = ["COMMANDS", "GROUPS", "Target", "conf_dir", "described", "options_of", "paths_of", "plain", "register"]
@@ -79,10 +79,9 @@ def register() -> None:
     for (name, file), kind in GROUPS.items():
         # An experiment's options stand beside those that all trainings share.
         package = "_global_" if name == "exp" else None
-        store.store(group=name, name=file, package=package, node=OmegaConf.to_container(OmegaConf.structured(kind)))
+        store.store(group=name, name=file, package=package, node=asdict(kind()))
     for name, (kind, groups) in COMMANDS.items():
-        values = OmegaConf.to_container(OmegaConf.structured(kind))
-        own = {key: value for key, value in values.items() if key not in groups}
+        own = {key: value for key, value in asdict(kind()).items() if key not in groups}
         store.store(name=name, node={"defaults": ["command", *({k: v} for k, v in groups.items()), "_self_"], **own})
 
 
@@ -93,17 +92,17 @@ def options_of(command: str, cfg: DictConfig) -> object:
     return training_of(values) if kind is training.Train else typed(values, kind)
 
 
-def training_of(values: Mapping, make: Callable = typed) -> training.Train:
-    """Turn plain values into the options of a training: `typed` checks them, `read` takes those of an earlier one."""
-    shared, experiment = names_of(training.Train), training.EXPERIMENTS.get(values["kind"])
+def training_of(values: Mapping, checks: bool = True) -> training.Train:
+    """Turn plain values into the options of a training; those of an earlier one need no `checks`."""
+    shared, experiment = types_of(training.Train), training.EXPERIMENTS.get(values["kind"])
     own = {name: value for name, value in values.items() if name not in shared}
     if values["experiment"] and experiment:
-        own = make(own, experiment)
-    more = {name: value for name, value in values["trainer"].items() if name not in names_of(training.Trainer)}
+        own = typed(own, experiment, checks=checks)
+    more = {name: value for name, value in values["trainer"].items() if name not in types_of(training.Trainer)}
     trainer = {name: value for name, value in values["trainer"].items() if name not in more} | {"more": more}
-    data = make(values["data"], GROUPS.get(("data", values["data"]["source"]), training.Online), "data.")
+    data = typed(values["data"], GROUPS.get(("data", values["data"]["source"]), training.Online), "data.", checks)
     known = {name: value for name, value in values.items() if name in shared and name != "data"}
-    return replace(make(known | {"trainer": trainer}, training.Train), data=data, own=own)
+    return replace(typed(known | {"trainer": trainer}, training.Train, checks=checks), data=data, own=own)
 
 
 def module_of(command: str) -> str:

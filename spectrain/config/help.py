@@ -14,7 +14,7 @@ from rich.table import Table
 from rich.text import Text
 
 from spectrain.config import COMMANDS, GROUPS, PACKAGE, PURPOSES, conf_dir, module_of, papers, training
-from spectrain.config.fields import described, groups_of
+from spectrain.config.fields import described, group_of, types_of
 from spectrain.config.groups import Sampling
 
 MOST_COLUMNS = 120  # of a line that is still read easily
@@ -52,7 +52,8 @@ def show_options(name: str, arguments: Sequence[str]) -> None:
         _show("what is trained, with a plus sign (+exp=spire --help lists the options of one)", experiments)
     if experiment := GROUPS.get(("exp", chosen.get("exp"))):
         _show(f"options of +exp={chosen['exp']}", _rows(experiment))
-    classes = groups_of(kind) | {group: of for group, of in UNTYPED.items() if group in groups}
+    classes = {name: inner for name, of in types_of(kind).items() if (inner := group_of(of))}
+    classes |= {group: of for group, of in UNTYPED.items() if group in groups}
     own = [row for row in _rows(kind) if row[0].partition("=")[0].isidentifier()]
     own.sort(key=lambda row: row[0].partition("=")[0] not in kind.__annotations__)  # those of its bases come last
     _show("options, with their defaults", own)

@@ -14,7 +14,7 @@ from pathlib import Path, PurePath
 
 from huggingface_hub import ModelCard, ModelCardData
 
-from spectrain.config.fields import names_of
+from spectrain.config.fields import types_of
 from spectrain.config.training import Train
 from spectrain.measure.tables import interval
 from spectrain.models.kinds import about
@@ -49,7 +49,7 @@ def trained_card(
         engine: how another engine runs a drafter or head that is no Hugging Face model; see `vllm_use`.
     """
     taus = {name: row for name, row in (trained.get("tau") or {}).items() if name != "autoregressive"}
-    hidden, data = (*names_of(Train), *NOT_SHOWN), config.data
+    hidden, data = (*types_of(Train), *NOT_SHOWN), config.data
     options = {name: value for name, value in vars(config.own).items() if name not in hidden}
     options |= {"init": _published(options["init"])} if "init" in options else {}
     options |= {"seed": config.seed, "optimizer": vars(config.own.optimizer), "batch_size": data.batch_size}

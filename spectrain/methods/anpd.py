@@ -5,11 +5,9 @@ n-grams of 2 to 5 tokens are counted on prompt and output. The longest known one
 
 from __future__ import annotations
 
-from typing import Annotated
-
+from spectrain.config.values import Nodes, Several, Whole
 from spectrain.decoding import Method
 from spectrain.drafting.lookup import LookupDrafter
-from spectrain.methods.options import Nodes, Whole
 from spectrain.retrieval.candidate_tree import CandidateTree
 from spectrain.retrieval.ngram_table import CountTable
 from spectrain.target import Source
@@ -28,7 +26,7 @@ class AdaptiveNgram(LookupDrafter):
 
     method = Method(joins_late=True, drafts_chains=True)
 
-    def __init__(self, max_order: Annotated[int, 2] = 5, draft_tokens: Whole = 10, max_nodes: Nodes = 11):
+    def __init__(self, max_order: Several = 5, draft_tokens: Whole = 10, max_nodes: Nodes = 11):
         self.priors = [min(0.9, 0.2 + 0.15 * length) for length in range(max_order)]  # by the context's length
         super().__init__(max_nodes)
         self.max_order, self.draft_tokens = max_order, draft_tokens

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from typing import Literal
 
+from spectrain.config.values import Dtype, Nodes, Whole
 from spectrain.drafting.budget import AUTO
 from spectrain.drafting.tree_drafter import BRANCHES, LEVELS, TreeDrafter
-from spectrain.methods.options import Dtype, Nodes, Whole, method_of_kind
+from spectrain.methods.options import method_of_kind
 from spectrain.methods.sssd import Sssd, SssdOptions
 from spectrain.retrieval.datastore import open_datastore
 from spectrain.target import TargetModel

@@ -5,11 +5,11 @@ They are the baselines of SpecDec++ (appendix B.1 of its paper; Kim et al. 2024,
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Literal
 
+from spectrain.config.values import Dtype, Nodes, Positive, Whole
 from spectrain.drafting.draft_chain import candidates_within
 from spectrain.drafting.stopping import UnsureStop
-from spectrain.methods.options import Dtype, Nodes, Whole
 from spectrain.methods.speculative import Speculative, load_draft_model
 from spectrain.target import TargetModel
 
@@ -20,7 +20,7 @@ def build(
     target: TargetModel,
     drafter: str,
     rule: Literal["confidence", "entropy"],
-    threshold: Annotated[float, "(0, inf)"],
+    threshold: Positive,
     min_candidates: Whole = 1,
     max_candidates: Whole = 20,
     max_nodes: Nodes | None = None,

@@ -12,13 +12,11 @@ tree has room for; and a datastore says what follows where the text knows nothin
 
 from __future__ import annotations
 
-from typing import Annotated
-
 import numpy as np
 
+from spectrain.config.values import Count, Nodes, Whole
 from spectrain.drafting.lookup import LookupDrafter
 from spectrain.errors import UserError
-from spectrain.methods.options import Nodes, Whole
 from spectrain.retrieval.candidate_tree import CandidateTree
 from spectrain.retrieval.datastore import open_datastore
 from spectrain.retrieval.fusion import RetrievalOptions, Retriever
@@ -38,7 +36,7 @@ def build(
     max_suffix: Whole = 16,
     min_suffix: Whole = 2,
     max_matches: Whole = 100,
-    datastore_ranks: Annotated[int, 0] = 9,
+    datastore_ranks: Count = 9,
     **options: LogitSpec,
 ) -> LogitSpec:
     """Build the method, with the datastore of a folder behind the row's own text, or without one.
@@ -77,7 +75,7 @@ class LogitSpec(LookupDrafter):
         max_nodes: Nodes = 64,
         max_ngram: Whole = 3,
         continuation_tokens: Whole | None = None,
-        input_tokens: Annotated[int, 0] = 20,
+        input_tokens: Count = 20,
         last_logits: bool = True,
         retrieval: bool = True,
     ):

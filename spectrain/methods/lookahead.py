@@ -10,10 +10,8 @@ Letters, as in the paper: W columns, N tokens of an n-gram, G guesses.
 
 from __future__ import annotations
 
-from typing import Annotated
-
+from spectrain.config.values import Nodes, Several, Whole
 from spectrain.drafting.probing import AGE_PRIORS, ProbingDrafter, prompt_random, remember
-from spectrain.methods.options import Nodes, Whole
 from spectrain.retrieval.candidate_tree import CandidateTree, ProbeShape
 from spectrain.target import Source
 
@@ -35,7 +33,7 @@ class Lookahead(ProbingDrafter):
     def __init__(
         self,
         window_columns: Whole = 15,
-        ngram_tokens: Annotated[int, 2] = 5,
+        ngram_tokens: Several = 5,
         max_guesses: Whole = 15,
         pool_from_output: bool = True,
         max_nodes: Nodes | None = None,

@@ -8,15 +8,15 @@ reads the full cache.
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Literal
 
 import torch
 from torch import Tensor
 
+from spectrain.config.values import Count, Nodes, Whole
 from spectrain.decoding import Context
 from spectrain.drafting.draft_chain import ChainDrafter, Chains, DraftStep, draft_chain, lengths_of
 from spectrain.errors import UserError
-from spectrain.methods.options import Nodes, Whole
 from spectrain.target import DraftTree, KVCache, TargetModel
 
 GAMMA = 4  # the k of SPIRe's comparison with MagicDec
@@ -39,8 +39,8 @@ class MagicDec(ChainDrafter):
     def __init__(
         self,
         gamma: Whole | None = None,
-        sink_tokens: Annotated[int, 0] = 1,
-        window_tokens: Annotated[int, 0] = 64,
+        sink_tokens: Count = 1,
+        window_tokens: Count = 64,
         positions: Literal["cache", "text"] = "cache",
         max_nodes: Nodes | None = None,
     ):

@@ -1,8 +1,7 @@
 """The options of a method: names, types and ranges, as the signature of what builds it states them.
 
-An annotation is one of int, float, bool, str, None, a `Literal`, or a union of these; `Annotated[int, 1]` is a whole
-number of at least 1, and `Annotated[float, "(0, 1)"]` a number in that interval. A builder that passes options on to a
-class says so by `**options: TheClass`.
+Annotations are those of commands (`config/values.py`). A builder that passes options on to a class says so by
+`**options: TheClass`.
 
 Options `drafter`, `head` and `datastore` name folders. A method gets the folder that its own options name, else the one
 that the user gave, else the one that fits best of those below `checkpoints/` and those that come with spectrain.
@@ -17,16 +16,19 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import cache
 from importlib import import_module
 from pathlib import Path
-from types import ModuleType, UnionType
-from typing import Annotated, Literal, Union, get_args, get_origin, get_type_hints
+from types import ModuleType
+from typing import Any, get_type_hints
 
 import hydra
 from omegaconf import ListConfig, OmegaConf
 
-from spectrain.config.fields import WORDS, shown
+from spectrain.config.values import Dtype as Dtype  # for methods of other projects
+from spectrain.config.values import Nodes as Nodes
+from spectrain.config.values import Whole as Whole
+from spectrain.config.values import checked, parts_of
 from spectrain.decoding import Drafter
 from spectrain.drafting.budget import AUTO
-from spectrain.errors import UserError, is_in, is_whole, nearest
+from spectrain.errors import UserError, nearest
 from spectrain.models.artifacts import default_artifact, is_export, read_manifest
 from spectrain.models.kinds import about, drafters
 from spectrain.retrieval.datastore import largest_datastore
@@ -35,12 +37,8 @@ from spectrain.target import TargetModel, fingerprint, tokenizer_fingerprint
 
 log = logging.getLogger(__name__)
 
-MOST = 2**31  # of whole numbers
 FOLDERS = ("drafter", "head", "datastore")
-Whole = Annotated[int, 1]
-Share = Annotated[float, "(0, 1)"]
-Nodes = Annotated[int, 2] | Literal["auto", "paper"]  # a step's: root, guesses and probes
-Dtype = Literal["auto", "float32", "bfloat16", "int8"]
+PLAIN = {bool, float, int, str, type(None)}
 
 
 def build_function(method: Mapping) -> Callable:
@@ -69,14 +67,15 @@ def names(value: str | float | ListConfig | Sequence[str | float] | None) -> lis
 
 
 def option_types(build: Callable) -> dict[str, object]:
-    """Return the annotation of each option of a builder, by name."""
+    """Return the annotation of each option of a builder, by name. Any: it is checked where it is used."""
     function = build.__init__ if inspect.isclass(build) else build
     hints, found = get_type_hints(function, include_extras=True), {}
     for name, parameter in inspect.signature(build).parameters.items():
         if parameter.kind is parameter.VAR_KEYWORD:
             found = (option_types(hints[name]) if name in hints else {}) | found
         elif name != "target":
-            found[name] = hints.get(name, object)
+            hint = hints.get(name, Any)
+            found[name] = hint if {part for part in parts_of(hint) if isinstance(part, type)} <= PLAIN else Any
     return found
 
 
@@ -94,35 +93,7 @@ def check_options(build: Callable, options: Mapping, method: str, where: str = "
         if name not in types:
             hint = nearest(name, types) or f"; its options are {', '.join(types) or 'none'}"
             raise UserError(f"{where}{name} is not an option of {method}{hint}")
-        kinds = _members(types[name])
-        if not any(_fits(value, kind) for kind in kinds):
-            raise UserError(f"{where}{name}={shown(value)} must be {', or '.join(map(_words, kinds))}")
-
-
-def _members(kind: object) -> Sequence[object]:
-    return get_args(kind) if get_origin(kind) in (Union, UnionType) else (kind,)
-
-
-def _fits(value: object, kind: object) -> bool:
-    if get_origin(kind) is Annotated:
-        of, limit = get_args(kind)
-        return is_whole(value, limit) and value < MOST if of is int else is_in(value, limit)
-    if get_origin(kind) is Literal:
-        return isinstance(value, str) and value in get_args(kind)
-    if kind is float:
-        return type(value) in (int, float)
-    if kind in WORDS:
-        return type(value) is kind
-    return True  # checked where it is used
-
-
-def _words(kind: object) -> str:
-    if get_origin(kind) is Annotated:
-        of, limit = get_args(kind)
-        return f"{WORDS[of]} {f'of at least {limit}' if of is int else f'in {limit}'}"
-    if get_origin(kind) is Literal:
-        return f"one of {', '.join(get_args(kind))}" if len(get_args(kind)) > 1 else get_args(kind)[0]
-    return WORDS.get(kind, "a value")
+        checked(f"{where}{name}", value, types[name], strict=True)
 
 
 def artifact_kinds(method: Mapping) -> dict[str, str]:

@@ -8,9 +8,9 @@ from __future__ import annotations
 
 from typing import Literal
 
+from spectrain.config.values import Nodes, Whole
 from spectrain.decoding import Method
 from spectrain.drafting.lookup import LookupDrafter
-from spectrain.methods.options import Nodes, Whole
 from spectrain.retrieval.candidate_tree import CandidateTree
 from spectrain.retrieval.ngram_table import PositionTable
 from spectrain.target import Source

@@ -11,8 +11,8 @@ from __future__ import annotations
 
 from collections import deque
 
+from spectrain.config.values import Nodes, Whole
 from spectrain.drafting.lookup import LookupDrafter
-from spectrain.methods.options import Nodes, Whole
 from spectrain.retrieval.candidate_tree import CandidateTree
 from spectrain.retrieval.datastore import Datastore, open_datastore
 from spectrain.retrieval.fusion import RetrievalOptions, Retriever, store_priors

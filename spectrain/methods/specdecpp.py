@@ -14,11 +14,12 @@ from typing import Literal
 
 import torch
 
+from spectrain.config.values import Dtype, Nodes, Probability, Whole
 from spectrain.decoding import Drafter
 from spectrain.drafting.draft_chain import candidates_within
 from spectrain.drafting.stopping import HeadStop, StopRule
 from spectrain.errors import UserError
-from spectrain.methods.options import Dtype, Nodes, Share, Whole, find_artifact, method_of_kind
+from spectrain.methods.options import find_artifact, method_of_kind
 from spectrain.models.artifacts import check_weights
 from spectrain.models.draft_states import DraftStates
 from spectrain.models.head import AcceptanceHead, DrafterFacts, HeadFacts, load_head, own_drafter, read_head_facts
@@ -76,7 +77,7 @@ def build(
     target: TargetModel,
     head: str,
     drafter: str | None = None,
-    threshold: Share = 0.7,
+    threshold: Probability = 0.7,
     min_candidates: Whole = 1,
     max_candidates: Whole = 20,
     judge: Literal["current", "previous"] = "current",

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from spectrain.methods.options import Nodes, Whole
+from spectrain.config.values import Nodes, Whole
 from spectrain.methods.spectra_core import CoreOptions, SpectraCore
 from spectrain.retrieval.datastore import open_datastore
 from spectrain.retrieval.fusion import RetrievalOptions, Retriever

@@ -13,14 +13,13 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Annotated
 
 import torch
 from torch import Tensor
 
+from spectrain.config.values import Nodes, Part, Several, Whole
 from spectrain.drafting.probing import AGE_PRIORS, ProbingDrafter, prompt_random, remember
 from spectrain.errors import UserError
-from spectrain.methods.options import Nodes, Whole
 from spectrain.retrieval.candidate_tree import CandidateTree, ProbeShape
 from spectrain.retrieval.fusion import Retriever, store_priors
 from spectrain.target import Source, TargetModel
@@ -42,14 +41,14 @@ class CoreOptions:
         UserError: nothing is left to guess from.
     """
 
-    ngram_tokens: Annotated[int, 2] = 5  # N, tokens of a candidate
+    ngram_tokens: Several = 5  # N, tokens of a candidate
     pool_sequences: Whole = 15  # W, candidates
-    max_guesses: Annotated[int, 2] = 15  # G: the latest G - 1 of the forward dictionary, one of the backward dictionary
+    max_guesses: Several = 15  # G: the latest G - 1 of the forward dictionary, one of the backward dictionary
     # The probability with which a candidate's token is forced to be no key of the forward dictionary yet.
     # Differs from the paper: Algorithm 1, line 28, forces it where r > tau, and tau is 0.1 (appendix B.4), so with
     # probability 0.9; threshold=0.9 is that rule. By B.4, tau determines "when to force" such a token, which reads as
     # if forcing were the exception, and fewer tokens are accepted where it is the rule (docs/benchmarks.md).
-    threshold: Annotated[float, "[0, 1]"] = 0.1
+    threshold: Part = 0.1
     forward: bool = True  # False: the forward dictionary gives no guesses
     backward: bool = True  # False: the backward dictionary gives no guess
     sub_ngrams: bool = True  # False: only whole candidates enter the dictionaries

@@ -6,7 +6,7 @@ the texts that the target predicts best are kept (`data_prep.datastore`).
 
 from __future__ import annotations
 
-from spectrain.methods.options import Nodes, Whole
+from spectrain.config.values import Nodes, Whole
 from spectrain.methods.rest import Rest
 from spectrain.retrieval.datastore import open_datastore
 from spectrain.retrieval.fusion import RetrievalOptions

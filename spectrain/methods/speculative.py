@@ -9,13 +9,13 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from spectrain.config.values import Dtype, Nodes, Whole
 from spectrain.decoding.drafter import Context
 from spectrain.drafting.budget import ChainBudget
 from spectrain.drafting.draft_chain import PIECE, ChainDrafter, Chains, DraftStep, draft_chain, lengths_of
 from spectrain.drafting.stopping import StopRule
 from spectrain.errors import UserError
 from spectrain.kernels import MOST_TOKENS
-from spectrain.methods.options import Dtype, Nodes, Whole
 from spectrain.models.artifacts import fastest_gamma, is_export, read_manifest, trained_acceptance
 from spectrain.models.draft_states import ModelStates, in_vocabulary, known_to
 from spectrain.models.kinds import about

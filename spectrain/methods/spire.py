@@ -11,12 +11,12 @@ from typing import Literal
 import torch
 import torch.nn.functional as F
 
+from spectrain.config.values import Dtype, Nodes, Whole
 from spectrain.decoding import Context
 from spectrain.drafting.budget import AUTO
 from spectrain.drafting.draft_chain import lengths_of
 from spectrain.drafting.model_drafter import ModelDrafter
 from spectrain.drafting.stopping import StopRule
-from spectrain.methods.options import Dtype, Nodes, Whole
 from spectrain.models.artifacts import fastest_gamma, trained_acceptance
 from spectrain.models.rollout import SpireStates, chunk_tokens, windowed_states
 from spectrain.models.spire import load

@@ -12,15 +12,15 @@ import math
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
-from typing import Annotated, Literal
+from typing import Literal
 
 import numpy as np
 import torch
 
+from spectrain.config.values import Count, Nodes, NonNegative, Whole
 from spectrain.decoding import Context
 from spectrain.drafting.lookup import LookupDrafter
 from spectrain.errors import UserError
-from spectrain.methods.options import Nodes, Whole
 from spectrain.retrieval.calibration import read_calibration
 from spectrain.retrieval.continuation_tree import ContinuationTrie
 from spectrain.retrieval.datastore import Datastore, open_datastore
@@ -37,7 +37,6 @@ from spectrain.retrieval.fusion import (
 from spectrain.target import DraftTree, TargetModel
 
 TOKENS_ONLY = True  # a serving engine can run it; see registry.py
-Scale = Annotated[float, "[0, inf)"]
 DISCOUNTS = (
     "input_scale",
     "input_prefix_decay",
@@ -79,20 +78,20 @@ class SssdOptions:
 
     max_prefix: Whole = 4  # P (paper, section 3.1.1)
     datastore_prefix: Whole = 8  # S
-    min_matches: Annotated[int, 0] = 50  # fewer matches of a suffix in the datastore, and shorter ones are added
+    min_matches: Count = 50  # fewer matches of a suffix in the datastore, and shorter ones are added
     max_matches: Whole = 100  # M (section 3.1.2)
     branch_tokens: Whole | None = None  # E; None: shrinks with the budget, see `branch_of`
     input_source: bool = True
     datastore_source: bool = True
     last_logits: bool = False
-    input_scale: Scale = 1.0
-    input_prefix_decay: Scale = 0.5
-    input_depth_decay: Scale = 0.95
-    datastore_prefix_decay: Scale = 0.8
-    datastore_depth_decay: Scale = 0.7
+    input_scale: NonNegative = 1.0
+    input_prefix_decay: NonNegative = 0.5
+    input_depth_decay: NonNegative = 0.95
+    datastore_prefix_decay: NonNegative = 0.8
+    datastore_depth_decay: NonNegative = 0.7
     logits_candidates: Whole = 32
-    logits_scale: Scale = 0.03  # pseudo-probability of the likeliest candidate
-    logits_rank_decay: Scale = 0.5  # the one of rank r has scale / (r + 1) ^ decay
+    logits_scale: NonNegative = 0.03  # pseudo-probability of the likeliest candidate
+    logits_rank_decay: NonNegative = 0.5  # the one of rank r has scale / (r + 1) ^ decay
     calibration: Mapping[str, Sequence] | None = None  # by source, input or datastore: [prefix - 1][depth - 1]
 
     def __post_init__(self) -> None:

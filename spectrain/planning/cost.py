@@ -30,7 +30,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from spectrain.config import conf_dir
 from spectrain.config import groups as options
-from spectrain.config.fields import read
+from spectrain.config.fields import typed
 from spectrain.config.training import Train
 from spectrain.errors import UserError
 from spectrain.models.packages import target_path
@@ -278,7 +278,7 @@ def tau_of_depth(n_layer: int) -> float:
 def hardware_named(device: str) -> options.Hardware | None:
     """Return the file of conf/hardware/ for a GPU whose name holds the one that the file gives; None: there is none."""
     files = map(read_yaml, sorted((conf_dir() / "hardware").glob("*.yaml")))
-    return next((read(one, options.Hardware) for one in files if one["name"] in device), None)
+    return next((typed(one, options.Hardware, checks=False) for one in files if one["name"] in device), None)
 
 
 def read_hardware(node: options.Hardware, dtype: str) -> Hardware:

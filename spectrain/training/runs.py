@@ -33,7 +33,7 @@ from omegaconf import OmegaConf
 from torch import Tensor
 
 from spectrain.config import TYPED_COMMAND, training_of
-from spectrain.config.fields import plain, read
+from spectrain.config.fields import plain
 from spectrain.config.training import Train
 from spectrain.errors import FinishedRun, UserError
 from spectrain.stores.files import read_json, read_yaml, strict, write_json
@@ -121,7 +121,7 @@ class RunFolder:
             begun, values = hashed(read_yaml(self.path / CONFIG)), plain(config)
             begun |= {name: values[name] | begun[name] for name in NOT_HASHED_OF}
             begun["trainer"]["accelerator"] = config.trainer.accelerator
-            config = training_of(values | begun, read)
+            config = training_of(values | begun, checks=False)
         return dataclasses.replace(self, config=config, asked=self.config)
 
     def change(self, options: Mapping[str, object]) -> None:
@@ -153,7 +153,7 @@ class RunFolder:
             raise UserError(
                 f"run={path} is no run of spectrain.train (it has no {CONFIG}); give its folder below runs/"
             )
-        return cls(path, training_of(read_yaml(path / CONFIG), read), id=read_json(path / FACTS)["id"])
+        return cls(path, training_of(read_yaml(path / CONFIG), checks=False), id=read_json(path / FACTS)["id"])
 
     @rank_zero_only
     def begin(self) -> None:

@@ -8,8 +8,8 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from spectrain.config.fields import shown
 from spectrain.config.training import Train
+from spectrain.config.values import shown
 from spectrain.decoding import Drafter
 from spectrain.errors import UserError
 from spectrain.methods.spire import Spire

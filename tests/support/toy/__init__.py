@@ -8,17 +8,17 @@ from __future__ import annotations
 import importlib.util
 import shutil
 import sys
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from hydra.core.config_store import ConfigStore
-from omegaconf import OmegaConf
 
 from spectrain import config
 from spectrain.config import training
 from spectrain.config.fields import always, option
 from spectrain.config.training import Optimizer
+from spectrain.config.values import FilePath, Positive, Whole
 
 FILES = {"model": "spectrain.models.toy", "method": "spectrain.methods.toy", "training": "spectrain.training.toy"}
 
@@ -29,11 +29,11 @@ class Toy:
 
     kind: str = "toy"
     experiment: dict[str, Any] = always({"_target_": "spectrain.training.toy.ToyExperiment"})
-    max_steps: int | None = option(None, "optimizer steps; null: as tokens_per_parameter says", least=1)
-    tokens_per_parameter: float = option(1.0, "tokens per trained parameter", above=0)
-    k: int = option(3, "drafted tokens", least=1)
-    init: str = option("random", "random, or a toy drafter that is trained further", path=True)
-    draft_vocab: int | str | None = option(None, "tokens that it can draft", least=1, one_of=("auto",))
+    max_steps: Whole | None = option(None, "optimizer steps; null: as tokens_per_parameter says")
+    tokens_per_parameter: Positive = option(1.0, "tokens per trained parameter")
+    k: Whole = option(3, "drafted tokens")
+    init: FilePath = option("random", "random, or a toy drafter that is trained further")
+    draft_vocab: Whole | Literal["auto"] | None = option(None, "tokens that it can draft")
     optimizer: Optimizer = always(Optimizer())
 
 
@@ -48,7 +48,7 @@ def install(monkeypatch, folder: Path) -> None:
     monkeypatch.setitem(config.GROUPS, ("exp", "toy"), Toy)
     config.register()
     store = ConfigStore.instance()
-    store.store(group="exp", name="toy", package="_global_", node=OmegaConf.to_container(OmegaConf.structured(Toy)))
+    store.store(group="exp", name="toy", package="_global_", node=asdict(Toy()))
     stored = store.repo["exp"]
     monkeypatch.setitem(stored, "toy.yaml", stored.pop("toy.yaml"))  # so that it goes with the test
     for name, module in FILES.items():
