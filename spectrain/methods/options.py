@@ -24,6 +24,7 @@ from omegaconf import ListConfig, OmegaConf
 
 from spectrain.config.values import Dtype as Dtype  # for methods of other projects
 from spectrain.config.values import Nodes as Nodes
+from spectrain.config.values import Probability as Share  # noqa: F401
 from spectrain.config.values import Whole as Whole
 from spectrain.config.values import checked, parts_of
 from spectrain.decoding import Drafter
