@@ -76,6 +76,10 @@ def option_types(build: Callable) -> dict[str, object]:
             found = (option_types(hints[name]) if name in hints else {}) | found
         elif name != "target":
             hint = hints.get(name, Any)
+            if limits := [one for one in getattr(hint, "__metadata__", ()) if isinstance(one, int | str)]:
+                raise UserError(
+                    f"{build.__name__}: the limit {limits[0]!r} of {name} is written as annotated_types.Ge now"
+                )
             found[name] = hint if {part for part in parts_of(hint) if isinstance(part, type)} <= PLAIN else Any
     return found
 
