@@ -169,7 +169,7 @@ class Responses(Configured, Built, Server):
 
 @dataclass
 class Activations(Built):
-    """Store the inputs of some of the target's blocks, from which a SPIRe drafter is trained offline."""
+    """Store the inputs of some of the target's blocks, from which a drafter is trained offline."""
 
     kind: str = "activations"
     target: Target = group(Target)
@@ -201,8 +201,8 @@ class Acceptance(Built):
         None, "how p and q are warped; null: as the responses were drawn. sampling.top_k=50 changes only that option"
     )
     responses: str | None = option(None, "folder of data_prep.responses; null: the newest of this target", path=True)
-    drafter: Any = option(None, "folder of a vanilla or SPIRe drafter; null: the newest vanilla one", path=True)
-    rollout_tokens: int = option(10, "of a SPIRe drafter: positions per rollout, with its root", least=2)
+    drafter: Any = option(None, "folder of a drafter; null: the newest vanilla one", path=True)
+    rollout_tokens: int = option(10, "of a drafter with rollouts: positions per rollout, with its root", least=2)
     draws: int = option(1, "drafts per position", least=1)
     mixing_share: float | None = option(
         None,
@@ -263,15 +263,13 @@ class Export:
     """Write a run, or a lookup method, as a folder for other engines."""
 
     run: str | None = option(None, "folder of a run, finished or not", path=True)
-    drafter: str | None = option(None, "an exported SPIRe drafter in place of a run, to be written anew", path=True)
+    drafter: str | None = option(None, "an exported drafter in place of a run, to be written anew for vLLM", path=True)
     weights: str = option("best", "last: those of the newest checkpoint", one_of=("best", "last"))
     export_dtype: str | None = option(
-        None, "of a SPIRe drafter; null: as its training exports it", one_of=("bfloat16", "float32")
+        None, "where its training has this option, too; null: as that exports it", one_of=("bfloat16", "float32")
     )
     attention: str | None = option(
-        None,
-        "of a SPIRe drafter in vLLM; stock: vLLM's own; exact: as trained; null: stock",
-        one_of=("stock", "exact"),
+        None, "in vLLM; stock: vLLM's own; exact: as trained; null: stock", one_of=("stock", "exact")
     )
     method: dict[str, Any] | None = option(None, "a lookup method in place of a run; its options are method.*")
     target: Named = group(Named)
