@@ -13,6 +13,7 @@ import shutil
 import signal
 import sys
 import tempfile
+from collections.abc import Iterable, Sequence
 from functools import partial
 from pathlib import Path
 
@@ -20,6 +21,8 @@ import numpy as np
 import pytest
 import torch
 from filelock import FileLock
+from hydra._internal.hydra import Hydra
+from hydra.core.config_store import ConfigStore
 from lightning.pytorch.utilities import rank_zero_only
 from PIL import Image
 from transformers import (
@@ -37,14 +40,17 @@ from transformers import (
     Qwen3ForCausalLM,
 )
 
-from spectrain import cli
+from spectrain import cli, train
+from spectrain.config.training import Train
 from spectrain.data import row_cache
 from spectrain.data.texts import train_tokenizer
 from spectrain.decoding import Sampling, generate
 from spectrain.drafting import step_costs as seconds_table
+from spectrain.errors import UserError
 from spectrain.kernels import works
 from spectrain.kernels.cpu import products
 from spectrain.methods.speculative import Speculative
+from spectrain.planning.plan import Machine, Plan
 from spectrain.retrieval.calibration import calibrate
 from spectrain.retrieval.datastore import Datastore, Manifest, write_manifest, write_shard
 from spectrain.retrieval.fusion import RetrievalOptions, Retriever
@@ -107,6 +113,15 @@ def tiny_model(family: str = "llama", seed: int = 0, **overrides) -> PreTrainedM
     model_class, config_class, options = (FAMILIES | WINDOWED | SCALED)[family]
     torch.manual_seed(seed)
     return model_class(config_class(**{**COMMON, **options, **overrides})).eval().requires_grad_(False)
+
+
+def in_turn(names: Iterable, others: Sequence) -> list:
+    """Parameters: each name with each of the others, of which all but one are slow. That one they take in turn."""
+    return [
+        pytest.param(name, other, marks=() if other == others[i % len(others)] else pytest.mark.slow)
+        for i, name in enumerate(names)
+        for other in others
+    ]
 
 
 def noisy_copy(model: PreTrainedModel, scale: float = 0.05, seed: int = 0) -> PreTrainedModel:
@@ -232,6 +247,27 @@ def _nothing_shipped(monkeypatch, request):
     if "shipped" not in request.keywords:
         monkeypatch.setattr(locations, "SHIPPED", ())
         monkeypatch.setattr(locations, "SHIPPED_STORES", ())
+
+
+@pytest.fixture(autouse=True, scope="session")
+def _quick_commands():
+    """Begin at once, which is half of what a small command takes: processes that tests start begin as everywhere.
+
+    Hydra composes all options once more to learn its own mode, which -m says as well, and copies all classes each time.
+    A training predicts what it will take, and goes on without where that fails.
+    """
+    plan_for = train.plan_for
+
+    def plan_if_asked(config: Train) -> tuple[Plan, Machine]:
+        if not config.plan:
+            raise UserError("only plan=true is for tests")
+        return plan_for(config)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Hydra, "get_mode", lambda *_, **__: None)
+        patch.setattr(ConfigStore, "__deepcopy__", lambda store, _: store, raising=False)
+        patch.setattr(train, "plan_for", plan_if_asked)
+        yield
 
 
 @pytest.fixture(autouse=True)

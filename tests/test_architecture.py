@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import re
+from functools import cache
 from graphlib import TopologicalSorter
 from pathlib import Path
 
@@ -40,22 +41,28 @@ OF_SPIRE = {
     "exports.vllm_spire",
 }
 NAMES_SPIRE = {
-    *("config", "config.commands", "config.help", "config.training", "stores.locations", "measure.tables"),
-    *("exports.vllm_folder", "exports.vllm_plugin", "exports.vllm_versions"),
+    *("config.training", "stores.locations", "exports.vllm_folder", "exports.vllm_plugin", "exports.vllm_versions"),
 }
 PICKLES = {"pickle", "cPickle", "dill", "joblib", "cloudpickle"}
 
 
+@cache
 def modules() -> dict[str, Path]:
     """Files by dotted name: "spectrain.decoding.loop", "data_prep.openai_client"."""
     files = [*ROOT.glob("spectrain/**/*.py"), *ROOT.glob("data_prep/**/*.py")]
     return {".".join(f.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__"): f for f in files}
 
 
+@cache
+def tree(path: Path) -> ast.Module:
+    return ast.parse(path.read_text(encoding="utf-8"))
+
+
+@cache
 def imports(path: Path) -> set[str]:
     """What a file imports, each with what is taken from it: "spectrain.target.tree.DraftTree"."""
     found = set()
-    for node in ast.walk(ast.parse(path.read_text())):
+    for node in ast.walk(tree(path)):
         if isinstance(node, ast.Import):
             found |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom):
@@ -90,7 +97,7 @@ def test_imports_run_one_way(module):
     `spectrain` never imports `data_prep`.
     """
     room, found = room_of(module), imports(modules()[module])
-    found -= {"spectrain.bench.main"} if module == "spectrain.recommend" else set()
+    found = found - {"spectrain.bench.main"} if module == "spectrain.recommend" else found
     assert not {name for name in found if is_command(name) or is_command(name.rpartition(".")[0])}
     if module.startswith("spectrain"):
         assert not {name for name in found if name.startswith("data_prep")}
@@ -140,7 +147,7 @@ def test_no_pickle_is_read():
         # Engines import us, and nothing of ours what runs in them.
         assert name in INSIDE_ENGINES or "vllm" not in found, name
         assert not INSIDE_ENGINES & (imports(path) | {one.rpartition(".")[0] for one in imports(path)}), name
-        for node in ast.walk(ast.parse(path.read_text())):
+        for node in ast.walk(tree(path)):
             if not isinstance(node, ast.Call):
                 continue
             called, options = ast.unparse(node.func), {one.arg: ast.unparse(one.value) for one in node.keywords}
@@ -154,7 +161,7 @@ def test_every_text_file_is_opened_with_an_encoding():
     """The default is the locale's, which may be ASCII."""
     lacking = []
     for path in modules().values():
-        for call in (one for one in ast.walk(ast.parse(path.read_text(encoding="utf-8"))) if isinstance(one, ast.Call)):
+        for call in (one for one in ast.walk(tree(path)) if isinstance(one, ast.Call)):
             name = getattr(call.func, "attr", getattr(call.func, "id", None))
             given = [*call.args, *(word.value for word in call.keywords)]
             modes = [one.value for one in given if isinstance(one, ast.Constant) and isinstance(one.value, str)]

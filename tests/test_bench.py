@@ -41,6 +41,12 @@ RESULT_KEYS = {
 }
 
 
+@pytest.fixture(autouse=True)
+def _small_pictures(monkeypatch):
+    """Those of reports are tested in tests/measure/test_report.py."""
+    monkeypatch.setattr("spectrain.measure.plots.svg", lambda figure, prefix: "")
+
+
 @pytest.fixture
 def asked(tmp_path) -> str:
     """Three plain prompts."""
@@ -109,7 +115,7 @@ def test_batch_sizes_are_measured_in_turn_and_compared_in_one_table(run, asked):
     assert json.loads(out)["by_batch"] == results("b")["by_batch"] == found["by_batch"]
 
 
-@pytest.mark.parametrize("batch_size", [1, 2])
+@pytest.mark.parametrize("batch_size", [pytest.param(1, marks=pytest.mark.slow), 2])
 def test_methods_of_datastores_are_lossless_and_say_what_they_took(run, asked, stored, batch_size):
     code, _, err = run(
         *("bench", asked, "out=b", f"methods=[{','.join(OF_DATASTORES)}]", f"datastore={stored}", "max_new_tokens=12"),

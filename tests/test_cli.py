@@ -44,12 +44,14 @@ def test_commands_are_listed_by_what_users_want_without_torch(tmp_path):
 
 
 def test_a_command_is_the_same_as_its_module(tmp_path):
-    for name, module in (("generate", "spectrain.generate"), ("responses", "data_prep.responses")):
-        for options in (["max_new_tokens=0", "prompt=a b"], ["--help"]):
-            found, same = spectrain(tmp_path, name, *options), spectrain(tmp_path, *options, module=module)
-            assert (found.returncode, found.stdout, found.stderr) == (same.returncode, same.stdout, same.stderr)
-            assert found.returncode == (0 if options == ["--help"] else 2)
-            assert "Traceback" not in found.stderr
+    for name, module, options in (
+        ("generate", "spectrain.generate", ["max_new_tokens=0", "prompt=a b"]),
+        ("responses", "data_prep.responses", ["--help"]),
+    ):
+        found, same = spectrain(tmp_path, name, *options), spectrain(tmp_path, *options, module=module)
+        assert (found.returncode, found.stdout, found.stderr) == (same.returncode, same.stdout, same.stderr)
+        assert found.returncode == (0 if options == ["--help"] else 2)
+        assert "Traceback" not in found.stderr
     wrong = spectrain(tmp_path, "genrate", "prompt=x")
     assert (wrong.returncode, wrong.stderr.count("\n")) == (2, 1)
     assert "unknown command: genrate; did you mean generate?" in wrong.stderr

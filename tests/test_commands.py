@@ -79,7 +79,7 @@ def test_a_drafter_is_trained_further(run, typed, small):
     """From the weights and for the tokens that it has, and its input is not fitted anew."""
     code, _, err = run("train", "+exp=spire", *small, "draft_vocab=100", "window_tokens=32", "out=first")
     assert code == 0, err
-    further = ["train", "+exp=spire", *small, "init=first"]
+    further = ["train", "+exp=spire", *small, "max_steps=2", "tau.context_tokens=[16]", "init=first"]
     code, _, err = run(*further, "window_tokens=32", "optimizer.lr=1e-12", "out=same")
     assert code == 0, err
     first, same = load_file("first/model.safetensors"), load_file("same/model.safetensors")

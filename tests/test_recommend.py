@@ -15,6 +15,7 @@ from spectrain.target import load_target
 from tests.models.test_artifacts import export_spire
 
 QUICK = ("methods=[pld,logitspec]", "max_new_tokens=8", "minutes=10")
+ONE_SETTING = ("batch_size=[1]", "sampling.temperature=0")
 
 
 @pytest.fixture
@@ -46,7 +47,7 @@ def test_each_setting_is_measured_and_written_as_json(run):
 
 
 def test_the_lines_to_type_next_work(run, typed):
-    code, out, err = run("recommend", *QUICK, "batch_size=[1]", "sampling.temperature=0")
+    code, out, err = run("recommend", *QUICK, *ONE_SETTING)
     assert code == 0, err
     assert [line[:15] for line in out.splitlines()].count("greedy, batch 1") == 1  # once, and nothing else
     assert "T = 0.8" not in out
@@ -63,7 +64,7 @@ def test_the_lines_to_type_next_work(run, typed):
 def test_a_given_drafter_is_measured_and_the_line_to_type_has_it(run, typed, spire, monkeypatch):
     monkeypatch.setattr(halving, "ALIKE", 0.0)  # auto is recommended, whatever is measured
     monkeypatch.setattr(halving, "LEAST_GAIN", 0.0)
-    code, out, err = run("recommend", *QUICK[1:], "methods=[spire]", f"drafter={spire}", "batch_size=[1]")
+    code, out, err = run("recommend", *QUICK[1:], "methods=[spire]", f"drafter={spire}", *ONE_SETTING)
     assert code == 0, err
     assert "With its trained drafter spire is" in out
     assert "auto drafts with my drafter" in out

@@ -29,7 +29,7 @@ TYPED_COMMAND: ContextVar[str | None] = ContextVar("typed_command", default=None
 
 # The class of each command, and the groups that it is composed from, with the file of conf/ that is taken by default.
 COMMANDS: dict[str, tuple[type, dict[str, str | None]]] = {
-    "generate": (commands.Generate, {"target": "bundled", "method": "spire", "sampling": "greedy"}),
+    "generate": (commands.Generate, {"target": "bundled", "method": training.SUGGESTED, "sampling": "greedy"}),
     "chat": (commands.Chat, {"method": "auto", "sampling": "greedy"}),
     "serve": (commands.Serve, {"target": "bundled", "sampling": "t1"}),
     "bench": (commands.Bench, {"target": "bundled", "method": None, "sampling": "greedy", "variants": "none"}),

@@ -171,7 +171,7 @@ class Responses(Configured, Built, Server):
 
 @dataclass
 class Activations(Built):
-    """Store the inputs of some of the target's blocks, from which a SPIRe drafter is trained offline."""
+    """Store the inputs of some of the target's blocks, from which a drafter is trained offline."""
 
     kind: str = "activations"
     target: Target = group(Target)
@@ -202,8 +202,8 @@ class Acceptance(Built):
         None, "how p and q are warped; null: as the responses were drawn. sampling.top_k=50 changes only that option"
     )
     responses: FilePath | None = option(None, "folder of data_prep.responses; null: the newest of this target")
-    drafter: FilePaths | None = option(None, "folder of a vanilla or SPIRe drafter; null: the newest vanilla one")
-    rollout_tokens: Several = option(10, "of a SPIRe drafter: positions per rollout, with its root")
+    drafter: FilePaths | None = option(None, "folder of a drafter; null: the newest vanilla one")
+    rollout_tokens: Several = option(10, "of a drafter with rollouts: positions per rollout, with its root")
     draws: Whole = option(1, "drafts per position")
     mixing_share: Share | None = option(
         None, "r (0.15 in the paper): the drafter's states on mixed texts are kept, too, so that heads train in seconds"
@@ -261,13 +261,13 @@ class Export:
     """Write a run, or a lookup method, as a folder for other engines."""
 
     run: FilePath | None = option(None, "folder of a run, finished or not")
-    drafter: FilePath | None = option(None, "an exported SPIRe drafter in place of a run, to be written anew")
+    drafter: FilePath | None = option(None, "an exported drafter in place of a run, to be written anew for vLLM")
     weights: Literal["best", "last"] = option("best", "last: those of the newest checkpoint")
     export_dtype: Literal["bfloat16", "float32"] | None = option(
-        None, "of a SPIRe drafter; null: as its training exports it"
+        None, "where its training has this option, too; null: as that exports it"
     )
     attention: Literal["stock", "exact"] | None = option(
-        None, "of a SPIRe drafter in vLLM; stock: vLLM's own; exact: as trained; null: stock"
+        None, "in vLLM; stock: vLLM's own; exact: as trained; null: stock"
     )
     method: dict[str, Any] | None = option(None, "a lookup method in place of a run; its options are method.*")
     target: Named = group(Named)

@@ -22,11 +22,11 @@ NO_SENTENCE = re.compile(r"# (python -m |@package )")  # a comment that says not
 OPTION = re.compile(r"(\w+):(?: ([^#]*?))?(?: +# (.*))?$")  # in a yaml, with its comment
 UNTYPED = {"sampling": Sampling, "data": training.Data}  # groups of plain values
 TITLES = {  # of groups that have no class
-    "method": "How tokens are drafted (docs/choosing.md). method=spire --help also lists the options of that one.",
+    "method": "How tokens are drafted (docs/choosing.md). method=pld --help also lists the options of that one.",
     "variants": "Methods with other options, measured under names of their own.",
     "logger": "Where the metrics of a training go.",
     "recipe": "Options that suit a model or a machine.",
-    "engine": "SPIRe drafters that an engine computes as they were trained.",
+    "engine": "Drafters that an engine computes as they were trained.",
 }
 Row = tuple[str, str]  # what is typed, and what it means
 
@@ -49,7 +49,8 @@ def show_options(name: str, arguments: Sequence[str]) -> None:
         print(f"spectrain {name}{line}")
     if name == "train":
         experiments = [(f"+exp={one}", about(of)) for one, of in training.EXPERIMENTS.items()]
-        _show("what is trained, with a plus sign (+exp=spire --help lists the options of one)", experiments)
+        one = f"+exp={training.SUGGESTED} --help lists the options of one"
+        _show(f"what is trained, with a plus sign ({one})", experiments)
     if experiment := GROUPS.get(("exp", chosen.get("exp"))):
         _show(f"options of +exp={chosen['exp']}", _rows(experiment))
     classes = {name: inner for name, of in types_of(kind).items() if (inner := group_of(of))}

@@ -2,12 +2,15 @@
 
 A file of conf/papers/ has a section of options for each command that its paper says something of, named as it is typed
 (`generate`, `train +exp=spire`), and `methods`, the options of methods wherever a command decodes with one. A text in
-place of a group of options, such as `sampling: t1`, is a file of that group.
+place of a group of options, such as `sampling: t1`, is a file of that group. `speedups` are what the paper says that
+its methods gain, by batch size.
 
 A preset stands between the defaults and the user: typed options, chosen files and ablations win over it.
 """
 
 from __future__ import annotations
+
+from functools import cache
 
 from hydra.core.config_store import ConfigStore
 from omegaconf import OmegaConf
@@ -20,6 +23,15 @@ def papers_of(command: str) -> dict[str, list[str]]:
     """Return the sections for a command that each paper has, by its name."""
     files = sorted((conf_dir() / "papers").glob("*.yaml"))
     return {file.stem: [name for name in OmegaConf.load(file) if name.split()[0] == command] for file in files}
+
+
+@cache
+def speedups() -> tuple[list[str], dict[str, dict[int, str]]]:
+    """Return where papers give speedups, and those of each method by batch size."""
+    files = map(OmegaConf.load, sorted((conf_dir() / "papers").glob("*.yaml")))
+    given = [dict(file.speedups) for file in files if "speedups" in file]
+    places = [one.pop("from") for one in given]
+    return places, {name: dict(by_batch) for one in given for name, by_batch in one.items()}
 
 
 def with_paper(arguments: list[str], command: str) -> list[str]:
@@ -35,6 +47,7 @@ def with_paper(arguments: list[str], command: str) -> list[str]:
     if paper not in (found := papers_of(command)):
         raise UserError(f"paper={paper} is unknown; choose among {', '.join(found)}{nearest(paper, found)}")
     file = OmegaConf.to_container(OmegaConf.load(conf_dir() / "papers" / f"{paper}.yaml"))
+    file.pop("speedups", None)
     methods, asked = file.pop("methods"), f"{command} +exp={chosen['exp']}" if "exp" in chosen else command
     if command == "train" and asked == command and found[paper]:
         asked = found[paper][0]

@@ -268,5 +268,5 @@ class Scratch:
     optimizer: Optimizer = always(Optimizer("muon", 4e-3, warmup_steps=60))
 
 
-SUGGESTED = "spire"  # the drafter that commands tell users to train
+SUGGESTED = "spire"  # the drafter that commands tell users to train, and the method of `generate` for it
 EXPERIMENTS = {"spire": Spire, "vanilla": Vanilla, "specdecpp": Head, "target": Scratch}

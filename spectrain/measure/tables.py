@@ -16,6 +16,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from spectrain.config import papers
 from spectrain.config.training import Train
 from spectrain.measure.results import CONTEXTS, DID_NOT_DRAFT, LONGER
 from spectrain.methods.registry import BASELINE
@@ -29,16 +30,9 @@ NUMBER = re.compile(rf"[-+]?[\d.]|{MISSING}|did not|$")  # how a cell begins tha
 STAGES = ("forward", "draft", "verify", "commit", "other")
 NARROW_TERMINAL = ["method", "answers", "tau", "tokens/s", "speedup", "acceptance", "lossless"]  # fit into 80 columns
 OF_GPU = ["ms outside forward", "read per step", "of limit"]
-# Speedups by batch size that papers give: those of CELLS.
-OF_PAPERS = {
-    "spire": {1: "1.75, 1.86, 2.18", 16: "2.17, 2.61, 2.89", 64: "2.61, 2.89, 2.99"},
-    "magicdec": {1: "0.81, 0.90, 1.20", 16: "1.19, 1.77, 2.28", 64: "1.76, 2.28, 2.50"},
-    "speculative": {1: "1.73, 1.65, 1.51", 16: "1.51, 1.39, 1.34", 64: "1.39, 1.34, 1.33"},
-    "sssd": {1: "2.05 to 2.61", 64: "1.37 to 1.80"},
-}
 CELLS = (
     "Tokens/s by length of the prompt, and in brackets the speedup over plain decoding at the same batch size. "
-    "In papers: SPIRe's Figure 4, which is modelled, at 256, 1,024 and 4,096 tokens; SSSD's section 4.4, measured"
+    f"In papers: {'; '.join(papers.speedups()[0])}"
 )
 
 
@@ -214,6 +208,7 @@ def batches_table(batches: Mapping[str, Mapping[str, Mapping]]) -> DataFrame:
     contexts, rows = [c for c in (*map(str, CONTEXTS), LONGER) if c in there], []
     if len(batches) * len(contexts) <= 1:
         return table_of([])
+    _, of_papers = papers.speedups()
     for name in next(iter(batches.values())):
         for size, methods in batches.items():
             row = {"method": name, "batch": size}
@@ -222,7 +217,7 @@ def batches_table(batches: Mapping[str, Mapping[str, Mapping]]) -> DataFrame:
                 gain = one.get("no_speedup") or fixed(one.get("speedup"), 2)
                 title = f"over {CONTEXTS[-1]:,} tokens" if context == LONGER else f"to {int(context):,} tokens"
                 row[title] = f"{fixed(one['tokens_per_s_micro'], 0)} ({gain})" if one else MISSING
-            rows.append(row | {"in its paper": OF_PAPERS.get(name, {}).get(int(size), MISSING)})
+            rows.append(row | {"in its paper": of_papers.get(name, {}).get(int(size), MISSING)})
     return table_of(rows)
 
 
@@ -315,7 +310,7 @@ def memory_table(plan: Plan, machine: Machine) -> DataFrame:
 
 
 def depth_table(config: Train, hardware: Hardware) -> DataFrame:
-    """Make a table of the speedup that SPIRe drafters of several depths promise, with their draft lengths."""
+    """Make a table of the speedup that drafters of several depths promise, with their draft lengths."""
     workload = config.workload
     rows = []
     for n_layer, (speedups, lengths) in speedup_by_depth(config, hardware).items():

@@ -22,6 +22,17 @@ def greedy_by_full_forwards(
     return tokens
 
 
+def all_greedy_by_full_forwards(model: PreTrainedModel, prompts: list[list[int]], n_new: int) -> list[list[int]]:
+    """The same of several prompts in one batch, padded behind the last token, where no causal model looks."""
+    texts = [list(prompt) for prompt in prompts]
+    for _ in range(n_new):
+        longest = max(map(len, texts))
+        logits = model(torch.tensor([text + [0] * (longest - len(text)) for text in texts])).logits
+        for row, text in enumerate(texts):
+            text.append(int(logits[row, len(text) - 1].argmax()))
+    return [text[len(prompt) :] for text, prompt in zip(texts, prompts, strict=True)]
+
+
 def greedy_by_hugging_face(model: PreTrainedModel, prompt: list[int], n_new: int) -> list[int]:
     config = GenerationConfig(do_sample=False, max_new_tokens=n_new)
     tokens = torch.tensor([prompt])

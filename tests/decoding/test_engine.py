@@ -2,6 +2,7 @@
 
 import random
 from functools import lru_cache
+from itertools import product
 
 import numpy as np
 import pytest
@@ -16,7 +17,7 @@ from spectrain.methods.registry import method_names
 from spectrain.target import KVCache, TargetModel
 from tests.conftest import EOS_ID, random_prompts, tiny_model
 from tests.decoding.reference import greedy_by_full_forwards
-from tests.decoding.test_loop import OF_EACH_ENGINE, artifacts, drafter_of
+from tests.decoding.test_loop import EVERY_SORT, OF_EACH_ENGINE, artifacts, drafter_of
 
 N_NEW = 12
 MEMORY = 1 << 22  # bytes, of kept texts
@@ -67,8 +68,14 @@ def tokens_of(steps: list) -> list[int]:
     return [token for step in steps for token in step.tokens]
 
 
-@pytest.mark.parametrize("family", OF_EACH_ENGINE)
-@pytest.mark.parametrize("name", method_names())
+# Every method meets one engine, and the other one a method of each sort; the other pairs are slow.
+METHODS_AND_ENGINES = [
+    pytest.param(name, family, marks=() if family == "llama_gqa" or name in EVERY_SORT else pytest.mark.slow)
+    for name, family in product(method_names(), OF_EACH_ENGINE)
+]
+
+
+@pytest.mark.parametrize(("name", "family"), METHODS_AND_ENGINES)
 def test_requests_that_come_and_go_get_the_targets_own_text(name, family):
     prompts, texts = texts_of(family)
     chooser = random.Random(name)

@@ -19,8 +19,8 @@ from spectrain.kernels.cuda.graphs import Graphs, unique
 from spectrain.methods.autoregressive import Autoregressive
 from spectrain.target import TargetModel
 from tests.conftest import random_prompts, tiny_model
-from tests.decoding.reference import ScriptedDrafter, greedy_by_full_forwards
-from tests.decoding.test_host_reads import EACH_SAMPLED_OR_NOT, SAMPLINGS
+from tests.decoding.reference import ScriptedDrafter, all_greedy_by_full_forwards
+from tests.decoding.test_host_reads import ONCE, SAMPLINGS
 from tests.decoding.test_loop import LENGTHS, SMALL, artifacts, branching_oracle
 from tests.methods.every import build
 
@@ -60,7 +60,7 @@ def method_of(name: str, target: TargetModel):
     return method
 
 
-@pytest.mark.parametrize(("name", "how"), [one for one in EACH_SAMPLED_OR_NOT if one[0] != "auto"])  # by the clock
+@pytest.mark.parametrize(("name", "how"), [one for one in ONCE if one.values[0] != "auto"])  # by the clock
 def test_text_is_that_of_eager_steps(name, how):
     """Twice, since the second generation replays what the first one recorded, in the same caches."""
     eager = TargetModel(tiny_model(FAMILY), artifacts(FAMILY).target.tokenizer, prefill_chunk=16)
@@ -78,7 +78,7 @@ def test_text_is_that_of_eager_steps(name, how):
 def test_moved_nodes_and_padded_trees():
     """Every accepted path of these trees has to be moved in the cache."""
     prompts, target = random_prompts(LENGTHS), target_with_graphs()
-    texts = [greedy_by_full_forwards(tiny_model(FAMILY), prompt, N_NEW) for prompt in prompts]
+    texts = all_greedy_by_full_forwards(tiny_model(FAMILY), prompts, N_NEW)
     script = branching_oracle({tuple(p): t for p, t in zip(prompts, texts, strict=True)})
     for _ in range(2):
         found = generate(target, ScriptedDrafter(script), prompts, N_NEW, **OPTIONS)

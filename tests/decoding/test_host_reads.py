@@ -24,8 +24,8 @@ from spectrain.drafting.tree_drafter import LEVELS
 from spectrain.kernels import Graphs
 from spectrain.methods.registry import BASELINE, build_method, method_config, method_names, with_papers_nodes
 from spectrain.target import TargetModel
-from tests.conftest import VOCAB_SIZE, noisy_copy, random_prompts, tiny_model
-from tests.decoding.reference import greedy_by_full_forwards
+from tests.conftest import VOCAB_SIZE, in_turn, noisy_copy, random_prompts, tiny_model
+from tests.decoding.reference import all_greedy_by_full_forwards
 from tests.decoding.test_loop import SMALL
 from tests.methods.every import Artifacts
 from tests.support.pretend import Copy, PretendDevice, pretend_device
@@ -39,6 +39,11 @@ EACH_SAMPLED_OR_NOT = [*((name, "greedy") for name in method_names()), *((name, 
 # Graphs are recorded alike whatever is drawn, and by all methods of one sort.
 OF_EACH_SORT = [("auto", "greedy"), ("specdecpp", "greedy"), ("spire", "sampled"), ("spire_tree", "greedy")]
 OF_EACH_SORT += [("sssd", "greedy"), ("autoregressive", "sampled")]
+# Where graphs are played, each method is drawn in one way, the models sampled.
+ONCE = [
+    pytest.param(name, how, marks=pytest.mark.slow if how == "greedy" and name in SAMPLED else ())
+    for name, how in EACH_SAMPLED_OR_NOT
+]
 RECORDED = [pytest.param(*one, marks=() if one in OF_EACH_SORT else pytest.mark.slow) for one in EACH_SAMPLED_OR_NOT]
 # Of a step, where it is not one. Stop rules are asked token by token, of at most 6; the host chooses which nodes of a
 # tree are read next, level by level. A method of `auto` that runs for the first time may want to know the last logits.
@@ -55,7 +60,7 @@ MOST_READS = {
 def artifacts() -> Artifacts:
     """Datastores hold the target's own continuations with gaps, so retrieved drafts are sometimes right."""
     model = tiny_model("llama_gqa", num_hidden_layers=2)
-    texts = [greedy_by_full_forwards(model, prompt, 30) for prompt in random_prompts(LENGTHS)]
+    texts = all_greedy_by_full_forwards(model, random_prompts(LENGTHS), 30)
     documents = [[token for place, token in enumerate(text) if place % 6] for text in texts]
     return Artifacts(Path(tempfile.mkdtemp()), model, lambda: noisy_copy(model), lambda: documents, k=3)
 
@@ -123,8 +128,9 @@ def test_text_and_copies_on_a_device(name, how, copies_per_step):
         assert len(copies) <= allowed, f"a step of {name} has {len(copies)} {kind}: {', '.join(places)}"
 
 
-@pytest.mark.parametrize("with_graphs", [False, True], ids=["eager", "graphs"])
-@pytest.mark.parametrize("name", ["speculative", "spire", "magicdec", "specdecpp"])
+@pytest.mark.parametrize(
+    ("name", "with_graphs"), in_turn(["speculative", "spire", "specdecpp", "magicdec"], [False, True])
+)
 def test_drafts_that_stop_at_an_end_of_text_are_those_of_the_cpu(name, with_graphs, monkeypatch):
     """Where random numbers are drawn anew within drafts, too."""
     options = {"batch_size": 3, "cache_block_tokens": 8, "stop_token_ids": range(1, VOCAB_SIZE, 12)}
@@ -145,8 +151,9 @@ def test_drafts_that_stop_at_an_end_of_text_are_those_of_the_cpu(name, with_grap
         assert counted(target) == expected
 
 
-@pytest.mark.parametrize("how", SAMPLINGS)
-@pytest.mark.parametrize("name", ["autoregressive", "speculative", "spire", "magicdec", "pld", "sssd"])
+@pytest.mark.parametrize(
+    ("name", "how"), in_turn(["autoregressive", "speculative", "magicdec", "spire", "pld", "sssd"], [*SAMPLINGS])
+)
 def test_what_would_be_recorded_as_a_graph_copies_nothing(name, how):
     with pretend_device() as device:
         played = []
@@ -171,8 +178,7 @@ def test_what_would_be_recorded_as_a_graph_copies_nothing(name, how):
     assert not any(played)
 
 
-@pytest.mark.parametrize("how", SAMPLINGS)
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize(("name", "how"), in_turn(MODELS, [*SAMPLINGS]))
 def test_a_chain_is_one_graph_and_a_rule_asks_the_host_once_per_piece(name, how, copies_per_step, monkeypatch):
     replayed, run = [], Graphs.run
     with pretend_device() as device:

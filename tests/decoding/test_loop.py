@@ -16,9 +16,10 @@ from spectrain.methods.options import artifact_kinds
 from spectrain.methods.registry import method_config, method_names, token_methods
 from spectrain.methods.speculative import Speculative
 from spectrain.target import Source, TargetModel
-from tests.conftest import EOS_ID, FAMILIES, noisy_copy, random_prompts, tiny_model
+from tests.conftest import EOS_ID, FAMILIES, PROCESSORS, in_turn, noisy_copy, random_prompts, tiny_model
 from tests.decoding.reference import (
     ScriptedDrafter,
+    all_greedy_by_full_forwards,
     greedy_by_full_forwards,
     greedy_by_hugging_face,
     oracle_script,
@@ -34,7 +35,7 @@ def family(request):
     """A model, its target, prompts, and the greedy texts that two independent programs give."""
     model = tiny_model(request.param)
     prompts = random_prompts(LENGTHS)
-    texts = [greedy_by_full_forwards(model, prompt, N_NEW, (EOS_ID,)) for prompt in prompts]
+    texts = [text[: [*text, EOS_ID].index(EOS_ID) + 1] for text in texts_of(request.param)]
     assert texts == [greedy_by_hugging_face(model, prompt, N_NEW) for prompt in prompts]
     assert len({token for text in texts for token in text}) > 15  # no loop of a few tokens
     return TargetModel(model, prefill_chunk=16), prompts, texts, request.param
@@ -42,8 +43,13 @@ def family(request):
 
 def true_continuations() -> list[list[int]]:
     """What the targets write after the prompts, so that what is retrieved is often right."""
-    prompts = random_prompts(LENGTHS)
-    return [greedy_by_full_forwards(tiny_model(family), p, N_NEW) for family in FAMILIES for p in prompts]
+    return [text for family in FAMILIES for text in texts_of(family)]
+
+
+@lru_cache
+def texts_of(family: str) -> list[list[int]]:
+    """The greedy texts of its model, which do not end."""
+    return all_greedy_by_full_forwards(tiny_model(family), random_prompts(LENGTHS), N_NEW)
 
 
 @lru_cache
@@ -99,7 +105,9 @@ def test_greedy_text_of_one_row_at_a_time_is_the_targets_own(family, drafter):
 
 
 @pytest.mark.parametrize("family", ["llama_gqa"], indirect=True)
-@pytest.mark.parametrize("drafter", ["spire_tree", "specdecpp"])
+@pytest.mark.parametrize(
+    ("processor", "drafter"), in_turn(PROCESSORS, ["spire_tree", "specdecpp"]), indirect=["processor"]
+)
 def test_greedy_text_is_the_targets_own_on_every_processor(family, drafter, processor):
     writes_the_targets_own_text(family, drafter, batch_size=5)
 

@@ -17,7 +17,7 @@ from spectrain.methods.auto import why_plain
 from spectrain.methods.autoregressive import Autoregressive
 from spectrain.methods.registry import method_names
 from spectrain.target import TargetModel
-from tests.conftest import random_prompts, table_of, tiny_model
+from tests.conftest import in_turn, random_prompts, table_of, tiny_model
 from tests.drafting.test_ranking import draft_of
 from tests.methods.every import Artifacts, build_auto
 
@@ -185,14 +185,13 @@ def test_the_same_seed_gives_the_same_text_and_drafts_whatever_the_clock_says(na
     assert decoded() == before
 
 
-@pytest.mark.parametrize("name", DRAFTING)
-def test_with_shared_noise_batch_and_table_leave_the_sample_as_it_is(name, artifacts, tmp_path, monkeypatch):
+@pytest.mark.parametrize(("name", "kind"), in_turn(DRAFTING, ["free", "cpu", "gpu"]))
+def test_with_shared_noise_batch_and_table_leave_the_sample_as_it_is(name, kind, artifacts, tmp_path, monkeypatch):
     sampling = Sampling(temperature=1.0, draws="shared")
     plain = [one.tokens for one in drafted(Autoregressive(), artifacts.target, 1, sampling)]
-    for kind, batch_size in (("free", 1), ("cpu", 8), ("gpu", 8)):
-        use(kind, tmp_path, monkeypatch)
-        found = drafted(build_auto(name, artifacts), artifacts.target, batch_size, sampling)
-        assert [one.tokens for one in found] == plain, kind
+    use(kind, tmp_path, monkeypatch)
+    found = drafted(build_auto(name, artifacts), artifacts.target, 1 if kind == "free" else 8, sampling)
+    assert [one.tokens for one in found] == plain
 
 
 def test_seconds_never_fall_and_go_on_beyond_what_was_timed():

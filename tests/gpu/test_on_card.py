@@ -10,7 +10,7 @@ from spectrain.decoding import Drafter, Sampling, generate
 from spectrain.methods.registry import build_method, method_config, method_names, with_papers_nodes
 from spectrain.target import DraftTree, TargetModel
 from tests.conftest import VOCAB_SIZE, random_prompts, tiny_model
-from tests.decoding.reference import greedy_by_full_forwards, random_parents, tree_of
+from tests.decoding.reference import all_greedy_by_full_forwards, random_parents, tree_of
 from tests.decoding.test_loop import LENGTHS, N_NEW, SMALL, artifacts
 from tests.target.test_lean import MODELS
 from tests.training.test_compiled import check
@@ -37,7 +37,7 @@ def method_of(name: str, target: TargetModel) -> Drafter:
 @pytest.fixture(scope="module")
 def texts() -> list[list[int]]:
     """Greedy float32 texts, by plain forwards on the CPU."""
-    return [greedy_by_full_forwards(tiny_model(FAMILY), prompt, N_NEW) for prompt in random_prompts(LENGTHS)]
+    return all_greedy_by_full_forwards(tiny_model(FAMILY), random_prompts(LENGTHS), N_NEW)
 
 
 @pytest.mark.parametrize("name", method_names())

@@ -76,7 +76,9 @@ def step(m: int, dtype: torch.dtype, family: str = "llama_gqa", capacity: int = 
     fused.forward(decoder, tokens, tokens, Nodes(torch.tensor([3]), seen), cache)
 
 
-@pytest.mark.parametrize(("m", "products"), [(1, ["_few"] * 4), (16, ["_few"] * 4), (17, [])])
+@pytest.mark.parametrize(
+    ("m", "products"), [(1, ["_few"] * 4), pytest.param(16, ["_few"] * 4, marks=pytest.mark.slow), (17, [])]
+)
 def test_a_block_is_a_handful_of_kernels_that_compile_for_a_card(m, products, card):
     launched = card(90)
     step(m, torch.bfloat16, "qwen3")
@@ -87,7 +89,10 @@ def test_a_block_is_a_handful_of_kernels_that_compile_for_a_card(m, products, ca
         assert names == ["_add_norm", "_rotate", "_attend", "_combine", "_add_norm", "_gate", "_add_norm"]
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+HALF_AS_MANY_BYTES = pytest.param(torch.bfloat16, marks=pytest.mark.slow)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, HALF_AS_MANY_BYTES], ids=str)
 def test_attention_fits_the_memory_of_small_cards(dtype, card):
     from spectrain.kernels.cuda import triton_kernels
 

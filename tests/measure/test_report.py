@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
+from spectrain.config.papers import speedups
 from spectrain.measure.report_page import write_report
 from spectrain.measure.tables import (
-    OF_PAPERS,
     batches_table,
     fixed,
     interval,
@@ -140,7 +140,7 @@ def test_batch_sizes_stand_in_one_table_beside_the_papers(tmp_path):
     figure_4 = json.loads((Path(__file__).parents[1] / "planning" / "spire_figure4.json").read_text())
     for name, values in figure_4.items():  # [batch 1, 2, 4, ..][32, 64, 128, .. tokens]
         of_paper = {size: ", ".join(values[row][c] for c in (3, 5, 7)) for size, row in {1: 0, 16: 4, 64: 6}.items()}
-        assert OF_PAPERS["speculative" if name == "vanilla" else name] == of_paper
+        assert speedups()[1]["speculative" if name == "vanilla" else name] == of_paper
     results = RESULTS | {"methods": by_batch["1"], "by_batch": by_batch}
     write_report(tmp_path / "report.html", results, [{"batch_size": 64, "method": "spire", "error": "too much"}])
     page, text = Page((tmp_path / "report.html").read_text()), method_table(**by_batch["1"], by_batch=by_batch)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import product
+
 import pytest
 import torch
 
@@ -16,7 +18,7 @@ from spectrain.models.rollout import rollout
 from spectrain.target import DraftTree, KVCache, TargetModel
 from spectrain.target.target import FINAL
 from spectrain.target.weights import Int8Linear, RowsLinear, on_cpu
-from tests.conftest import VOCAB_SIZE, random_prompts, tiny_model
+from tests.conftest import VOCAB_SIZE, in_turn, random_prompts, tiny_model
 from tests.decoding.reference import follow
 from tests.models.test_spire import ENGINE, make
 
@@ -88,12 +90,17 @@ def test_decoding_equals_the_training_rollout(options):
         follow(method, context, tree, output, verified, output.logits[:, 3], emitted)
 
 
-@pytest.mark.parametrize("options", [{"family": "qwen3", "sink_tokens": 2}, {"feedback": False}, *INPUTS[-4:]], ids=str)
-@pytest.mark.parametrize("sampling", [Sampling(), Sampling(1.3, top_k=20, top_p=0.9)], ids=str)
-@pytest.mark.parametrize("stop_token_ids", [(), range(0, VOCAB_SIZE, 9)], ids=["no ends", "many ends"])
-def test_a_chain_in_one_program_is_that_of_step_by_step(options, sampling, stop_token_ids, monkeypatch):
+@pytest.mark.parametrize(
+    ("options", "drawn"),
+    in_turn(
+        [{"family": "qwen3", "sink_tokens": 2}, {"feedback": False}, *INPUTS[-4:]],
+        [*product((Sampling(1.3, top_k=20, top_p=0.9), Sampling()), (range(0, VOCAB_SIZE, 9), ()))],
+    ),
+    ids=str,
+)
+def test_a_chain_in_one_program_is_that_of_step_by_step(options, drawn, monkeypatch):
     """Rows that end at different steps, so that chains are ragged, in float32 and in 8 bits."""
-    target, drafter = make(**options)
+    (target, drafter), (sampling, stop_token_ids) = make(**options), drawn
     for draft_dtype in ("float32", "int8"):
         found, drawn_from = [], []
         for fuses in (True, False):
@@ -109,7 +116,12 @@ def test_a_chain_in_one_program_is_that_of_step_by_step(options, sampling, stop_
         monkeypatch.undo()
 
 
+RULES = ("head", "head, two at least", "head, one later", "head, one later, three at least", "head without blocks")
+RULES += ("confidence", "entropy", "never")
+
+
 def rules(linear: type[RowsLinear] = RowsLinear) -> dict[str, StopRule]:
+    """Of these names; to make them compiles what multiplies on a processor."""
     torch.manual_seed(7)
     head = AcceptanceHead(HeadConfig(32, n_blocks=2)).requires_grad_(False)
     for weight in head.parameters():
@@ -131,14 +143,13 @@ def rules(linear: type[RowsLinear] = RowsLinear) -> dict[str, StopRule]:
     }
 
 
-@pytest.mark.parametrize("name", list(rules()))
-@pytest.mark.parametrize(
-    ("options", "draft_dtype", "sampling"),
-    [(INPUTS[8], "int8", Sampling(1.3, top_k=20, top_p=0.9)), (INPUTS[7], "float32", Sampling())],
-    ids=str,
-)
-def test_a_rule_ends_the_chain_of_a_program_as_it_ends_one_step_by_step(name, options, draft_dtype, sampling):
+IN_INT8, IN_FLOAT32 = (INPUTS[8], "int8", Sampling(1.3, top_k=20, top_p=0.9)), (INPUTS[7], "float32", Sampling())
+
+
+@pytest.mark.parametrize(("name", "how"), in_turn(RULES, [IN_INT8, IN_FLOAT32]), ids=str)
+def test_a_rule_ends_the_chain_of_a_program_as_it_ends_one_step_by_step(name, how):
     """The same tokens and lengths of drafts, and as many steps of the drafter; rows stop at different places."""
+    options, draft_dtype, sampling = how
     target, drafter = make(**options)
     prompts, linear = random_prompts([3, 17, 1, 9, 30]), Int8Linear if draft_dtype == "int8" else RowsLinear
 

@@ -26,7 +26,7 @@ from spectrain.methods.speculative import Speculative
 from spectrain.methods.spire import Spire
 from spectrain.models.rollout import rollout
 from spectrain.target import TargetModel
-from tests.conftest import noisy_copy, random_prompts, tiny_model
+from tests.conftest import in_turn, noisy_copy, random_prompts, tiny_model
 from tests.models.test_spire import make
 
 GREEDY, T1 = Sampling(), Sampling(temperature=1.0)
@@ -121,8 +121,7 @@ def test_greedy_acceptance_is_equal_step_by_step(drafter):
     assert np.array_equal(expected, counted)
 
 
-@pytest.mark.parametrize("drafter", [vanilla, spire], ids=["vanilla", "spire"])
-@pytest.mark.parametrize("sampling", [T1, Sampling(temperature=0.7, top_k=20)], ids=["T=1", "top_k"])
+@pytest.mark.parametrize(("sampling", "drafter"), in_turn([Sampling(temperature=0.7, top_k=20), T1], [vanilla, spire]))
 def test_sampled_acceptance_is_equal_on_average(drafter, sampling):
     low, high = tau_apart(*both_sides(*drafter(), random_prompts([12] * 64), sampling))
     assert low - 0.02 <= 0 <= high + 0.02

@@ -16,7 +16,7 @@ from spectrain.target import TargetModel
 from spectrain.target.lean import shape_of
 from spectrain.target.llama import attention, grouped
 from spectrain.target.target import FINAL
-from tests.conftest import VOCAB_SIZE, tiny_model
+from tests.conftest import VOCAB_SIZE, in_turn, tiny_model
 from tests.models.spire_reference import slow_rollout
 
 PREVIOUS = {"input": "projected", "unembedding": "target", "previous_state": True}
@@ -105,9 +105,10 @@ def test_batched_rollout_equals_the_definition(options):
         )
 
 
-@pytest.mark.parametrize("first_root", [1, 2, 3])
 @pytest.mark.parametrize(
-    "options", [{}, {"feedback": False, "sink_tokens": 3}, {"window_tokens": 100}, PREVIOUS, ENGINE], ids=str
+    ("options", "first_root"),
+    in_turn([{}, {"feedback": False, "sink_tokens": 3}, {"window_tokens": 100}, PREVIOUS, ENGINE], [1, 2, 3]),
+    ids=str,
 )
 def test_blocks_may_begin_anywhere(options, first_root):
     target, drafter = make(**options)

@@ -88,7 +88,7 @@ def test_half_of_causal_attention_is_counted_and_a_cast_that_died_is_no_other_te
     assert causal.flops.sum() == whole.flops.sum() / 2 > 0
 
 
-@pytest.mark.parametrize("options", [[], ["n_layer=quarter"]], ids=str)
+@pytest.mark.parametrize("options", [[], pytest.param(["n_layer=quarter"], marks=pytest.mark.slow)], ids=str)
 def test_packed_rows_of_32768_tokens_of_an_8b_shaped_drafter_fit_one_card(tmp_path, options):
     """Llama 3.1 8B: two blocks as they are, eight by computing activations again, which is found to be needed."""
     llama_3(tmp_path, *SHAPES["8B"])
@@ -124,16 +124,15 @@ def test_the_page_s_table_is_what_the_plan_says_today(name, n_gpus, tmp_path):
 
 @pytest.mark.parametrize("data", [["data=offline"], ["data.document_mask=true"], []], ids=str)
 def test_memory_is_linear_in_the_row_and_a_drafter_costs_its_window_alone(tiny, data):
-    """Equal tokens in rows of 1,024 to 65,536. What attention of the target takes more is its FLOPs."""
+    """Equal tokens in rows of 1,024 and 65,536. What attention of the target takes more is its FLOPs."""
 
     def step(row_tokens: int) -> StepCost:
         options = f"target.path={tiny}", f"data.row_tokens={row_tokens}", "trainer.accelerator=cpu"
         return Outline.of(config_of("+exp=spire", *options, *data)).step(2**16 // row_tokens)
 
-    short = step(1024)
-    for long in map(step, (4096, 2**16)):
-        assert long.peak_bytes == pytest.approx(short.peak_bytes, rel=0.01)
-        assert long.flops.sum() == pytest.approx(short.flops.sum(), rel=0.01) or data != ["data=offline"]
+    short, long = map(step, (1024, 2**16))
+    assert long.peak_bytes == pytest.approx(short.peak_bytes, rel=0.01)
+    assert long.flops.sum() == pytest.approx(short.flops.sum(), rel=0.01) or data != ["data=offline"]
 
 
 def test_a_plan_refuses_rows_that_are_longer_than_the_context(tiny):

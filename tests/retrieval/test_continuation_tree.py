@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from spectrain.retrieval.continuation_tree import COUNT, ContinuationTrie
 from spectrain.retrieval.fusion import RetrievalOptions, Retriever
 from tests.retrieval.reference import continuations, counts_of, index_in_memory, longest, prefix_counts, text_counts
-from tests.retrieval.test_suffix_array import CONTEXT, DOCUMENTS, REPETITIVE, TOKEN, VOCAB_SIZE
+from tests.retrieval.test_suffix_array import CONTEXT, DOCUMENTS, REPETITIVE, SHARDS, TOKEN, VOCAB_SIZE
 
 BRANCH = 4
 
@@ -19,8 +19,8 @@ def retriever(store, **options) -> Retriever:
     return Retriever(store, RetrievalOptions(**{"min_suffix": 1, "max_suffix": 5, "branch_tokens": BRANCH} | options))
 
 
-@settings(max_examples=150, deadline=None)
-@given(documents=st.one_of(DOCUMENTS, REPETITIVE), context=CONTEXT, n_shards=st.integers(1, 3))
+@settings(max_examples=100, deadline=None)
+@given(documents=st.one_of(DOCUMENTS, REPETITIVE), context=CONTEXT, n_shards=SHARDS)
 def test_all_continuations_are_counted(documents, context, n_shards):
     store = index_in_memory(documents, VOCAB_SIZE, n_shards)
     found = retriever(store, max_matches=10**4)

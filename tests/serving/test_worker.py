@@ -13,7 +13,7 @@ from spectrain.methods.pld import PromptLookup
 from spectrain.serving.worker import CLOSED, INTERNAL_ERROR, Worker, open_worker
 from spectrain.target import TargetModel
 from tests.conftest import random_prompts, tiny_model
-from tests.decoding.reference import greedy_by_full_forwards
+from tests.decoding.reference import all_greedy_by_full_forwards, greedy_by_full_forwards
 
 N_NEW = 20
 
@@ -53,7 +53,7 @@ def test_many_threads_get_their_own_texts_from_several_methods(worker):
     requests = [Request(prompt, N_NEW) for prompt in prompts]
     with ThreadPoolExecutor(8) as pool:
         found = list(pool.map(lambda i: answered(worker, requests[i], ["pld", "autoregressive"][i % 2]), range(8)))
-    expected = [greedy_by_full_forwards(tiny_model("llama_gqa"), prompt, N_NEW) for prompt in prompts]
+    expected = all_greedy_by_full_forwards(tiny_model("llama_gqa"), prompts, N_NEW)
     assert [tokens for tokens, _ in found] == expected
     assert (worker.n_running, worker.n_waiting) == (0, 0)
 

@@ -6,7 +6,6 @@ import json
 from pathlib import Path
 
 import pytest
-import wandb
 from lightning.pytorch.loggers import WandbLogger
 from omegaconf import OmegaConf
 
@@ -20,10 +19,12 @@ def without_key(monkeypatch):
 
     Its own process writes below the folder in which it was started, so each test starts one of its own.
     """
+    import wandb  # here, as it takes seconds
+
     monkeypatch.delenv("WANDB_API_KEY", raising=False)
     monkeypatch.setenv("NETRC", "/dev/null")
     wandb.teardown()
-    yield
+    yield wandb
     wandb.teardown()
 
 
@@ -42,7 +43,7 @@ def test_a_run_of_wandb_gets_what_the_csv_holds_and_the_drafter(run, small, with
     monkeypatch.setattr(WandbLogger, "__init__", noted)
     monkeypatch.setattr(WandbLogger, "log_metrics", log_noted)
     monkeypatch.setattr(WandbLogger, "log_image", lambda logger, name, files: pictures.append((name, *files)))
-    monkeypatch.setattr(wandb.Run, "log_artifact", lambda run, artifact: artifacts.append(artifact))
+    monkeypatch.setattr(without_key.Run, "log_artifact", lambda run, artifact: artifacts.append(artifact))
     options = ["logger=wandb", "logger.tags=[a,b]", "logger.group=g", "logger.name=n", "trainer.log_every_n_steps=2"]
     code, _, err = run("train", "+exp=spire", *small, *options, "run_dir=r", "out=made")
     assert code == 0, err

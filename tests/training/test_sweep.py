@@ -7,10 +7,7 @@ import multiprocessing
 from pathlib import Path
 
 import pytest
-import wandb
 import yaml
-from wandb import wandb_agent
-from wandb.apis.public import sweeps as server
 
 from spectrain.config import conf_dir
 from tests.test_commands import small  # noqa: F401  a fixture
@@ -24,6 +21,10 @@ def interrupted(*_):
 @pytest.mark.slow
 def test_each_run_that_an_agent_asks_for_ends_well_with_the_numbers(run, shared, small, without_key, monkeypatch):  # noqa: F811
     """The first is interrupted, the second goes on with it, and the third asks for the same combination again."""
+    import wandb  # here, as it takes seconds
+    from wandb import wandb_agent
+    from wandb.apis.public import sweeps as server
+
     asked = ["first", "second", "third"]
     monkeypatch.setenv("WANDB_SWEEP_ID", "s")
     with monkeypatch.context() as patch:
