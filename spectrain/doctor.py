@@ -62,8 +62,9 @@ def machine() -> Iterator[Finding]:
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     vectors = {16: "AVX-512", 8: "AVX2"}.get(width(), "128 bits")
     yield "processor", f"{cpu_name()}, {cores} of {os.cpu_count()} cores, {vectors}", ""
-    quota, period = (CGROUP / "cpu.max").read_text().split() if (CGROUP / "cpu.max").is_file() else ("max", "1")
-    usable = cores if quota == "max" else max(1, min(cores, int(quota) // int(period)))  # of a container
+    file, usable = CGROUP / "cpu.max", cores  # of a container: microseconds of a core, in how many
+    if file.is_file() and (quota := file.read_text(encoding="utf-8").split())[0] != "max":
+        usable = max(1, min(cores, int(quota[0]) // int(quota[1])))
     threads = torch.get_num_threads()
     wrong = f"{threads} threads wait for each other on {usable} cores; set OMP_NUM_THREADS={usable}"
     yield "threads", str(threads), wrong if threads > usable else ""

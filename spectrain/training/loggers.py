@@ -108,5 +108,6 @@ def publish(
         artifact.add_dir(str(out))
         logger.experiment.log_artifact(artifact)
         if logger.experiment.settings.mode == "offline":
-            attempts = sorted(Path(logger.experiment.dir).parent.parent.glob(f"offline-run-*-{run.id}"))
+            # Of two attempts in one second, the second has another number behind it.
+            attempts = sorted(Path(logger.experiment.dir).parent.parent.glob(f"offline-run-*-{run.id}*"))
             log.info("logged offline; to upload it: wandb sync %s", " ".join(map(str, attempts)))

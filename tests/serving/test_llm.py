@@ -205,8 +205,8 @@ def test_tasks_are_batched_and_cancelling_one_frees_its_row(llm, plain):
             break
         assert is_idle(llm)
         for task in map(asyncio.create_task, (llm.agenerate(PROMPTS, **LONG), reading())):
-            await asyncio.sleep(0.2)
-            assert llm._worker.n_running
+            while not llm._worker.n_running:
+                await asyncio.sleep(0.01)
             task.cancel()
             with pytest.raises(asyncio.CancelledError) as kept:  # with the frames of the task
                 await task

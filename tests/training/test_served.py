@@ -269,7 +269,7 @@ def serve_in_process(target: TargetModel, address: str) -> None:
 
 def test_kills_lose_and_double_no_row(target, tmp_path):
     """A server and two trainers, each killed at random moments and started again; 1,000 times with KILLS=1000."""
-    n_kills = int(os.environ.get("KILLS", 40))
+    n_kills = int(os.environ.get("KILLS", 24))
     context, chance = multiprocessing.get_context("fork"), Random(n_kills)
     with listen_at("127.0.0.1:0") as listener:
         address = f"127.0.0.1:{listener.getsockname()[1]}"
