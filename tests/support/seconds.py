@@ -6,7 +6,7 @@ It runs the command, in which each test adds a line to the file, and fails where
 takes more than `--limit` seconds of two cores, or one test more than `--each`. Seconds of the processor do not count
 what others do on the machine, but another machine is faster or slower in all. So they are divided by how much longer
 than on ours the tests of the sampling distribution take there, whose work does not change (`--yardstick`: a file of
-another suite that has them).
+another suite that has them). A machine that is much slower is only told.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ import pytest
 FILE = "SPECTRAIN_TEST_SECONDS"  # environment variable
 YARDSTICK, YARDSTICK_S = "tests/decoding/test_law.py::", 26.8  # on an AMD EPYC with AVX-512, beside a second process
 MARGIN = 1.5  # machines differ in more than one number
+ALIKE = 1.5  # times as long; on a slower machine, which may lack what ours computes with, nothing fails
 OWN_S = pytest.StashKey[float]()
 
 
@@ -79,8 +80,8 @@ def main() -> None:
         if args.each and one["own_s"] / slower > args.each * MARGIN:
             faults.append(f"{one['test']} takes {one['own_s'] / slower:.1f} s")
     if faults:
-        print("error: tests are too slow, so make them faster or mark them slow: " + ", ".join(faults))
-    sys.exit(code or bool(faults))
+        print("tests are too slow, so make them faster or mark them slow: " + ", ".join(faults))
+    sys.exit(code or (bool(faults) and slower <= ALIKE))
 
 
 def tests_of(file: Path) -> list[dict]:
