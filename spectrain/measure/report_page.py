@@ -51,7 +51,7 @@ def render(title: str, sections: Sequence[Section], left_out: Mapping[str, str] 
     """Fill the template. `about` says what the page shows, `left_out` is what could not be read, with the reason."""
     template = environment().get_template("report.html")
     return template.render(
-        title=title, sections=sections, left_out=left_out, about=about, generator=GENERATOR, cells=f"{tables.CELLS}."
+        title=title, sections=sections, left_out=left_out, about=about, generator=GENERATOR, cells=tables.cells()
     )
 
 

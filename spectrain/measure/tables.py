@@ -30,10 +30,6 @@ NUMBER = re.compile(rf"[-+]?[\d.]|{MISSING}|did not|$")  # how a cell begins tha
 STAGES = ("forward", "draft", "verify", "commit", "other")
 NARROW_TERMINAL = ["method", "answers", "tau", "tokens/s", "speedup", "acceptance", "lossless"]  # fit into 80 columns
 OF_GPU = ["ms outside forward", "read per step", "of limit"]
-CELLS = (
-    "Tokens/s by length of the prompt, and in brackets the speedup over plain decoding at the same batch size. "
-    f"In papers: {'; '.join(papers.speedups()[0])}"
-)
 
 
 def number(value: object) -> float | None:
@@ -166,7 +162,7 @@ def terminal_tables(results: Mapping, width: int = 100) -> list[Table]:
         for size, methods in batches.items()
     ]
     compared = batches_table(batches)
-    return tables if compared.empty else [*tables, for_terminal(compared, [f"{CELLS}."])]
+    return tables if compared.empty else [*tables, for_terminal(compared, [cells()])]
 
 
 def terminal_table(results: Mapping, width: int = 100, title: str | None = None) -> Table:
@@ -197,6 +193,12 @@ def beside_others(methods: Mapping[str, Mapping]) -> list[str]:
     shares = {name: number(one.get("other_work")) for name, one in methods.items()}
     found = [f"{name} {percent(share, 0)}" for name, share in shares.items() if is_disturbed(share)]
     return [f"timed beside other work, which took this much of the processor's time: {', '.join(found)}"] * bool(found)
+
+
+def cells() -> str:
+    """Say what stands in the cells of `batches_table`."""
+    said = "Tokens/s by length of the prompt, and in brackets the speedup over plain decoding at the same batch size."
+    return f"{said} In papers: {'; '.join(papers.speedups()[0])}."
 
 
 def batches_table(batches: Mapping[str, Mapping[str, Mapping]]) -> DataFrame:
