@@ -206,8 +206,8 @@ def halve(
         taking_part = halvings[0].rounds[0] if halvings and halvings[0].rounds else drafters
         decoders = decoders_of(options, target, {name: drafters[name] for name in taking_part}, how, size)
         lengths = options.max_new_tokens, size, target.device.type == "cuda", options.max_length
-        halving = Halving(how, Benchmark(target, decoders, asked, prompt_ids, *lengths))
-        halving.clock = lambda: target.agreed(time.monotonic())
+        benchmark = Benchmark(target, decoders, asked, prompt_ids, *lengths)
+        halving = Halving(how, benchmark, clock=lambda: target.agreed(time.monotonic()))
         with stage(f"measuring {halving}", shown=target.leads) as advance:
             tell = partial(advance, 0)
             halving.prepare(ends, tell)

@@ -77,9 +77,8 @@ def option_types(build: Callable) -> dict[str, object]:
         elif name != "target":
             hint = hints.get(name, Any)
             if limits := [one for one in getattr(hint, "__metadata__", ()) if isinstance(one, int | str)]:
-                raise UserError(
-                    f"{build.__name__}: the limit {limits[0]!r} of {name} is written as annotated_types.Ge now"
-                )
+                write = "write it with annotated_types, such as Annotated[int, Ge(1)]"
+                raise UserError(f"option {name} of {build.__name__} has the limit {limits[0]!r}; {write}")
             found[name] = hint if {part for part in parts_of(hint) if isinstance(part, type)} <= PLAIN else Any
     return found
 
