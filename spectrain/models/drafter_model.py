@@ -5,13 +5,14 @@ from __future__ import annotations
 import copy
 import dataclasses
 from abc import abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Self
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from spectrain.target.llama import KeysValues, Rope
 from spectrain.target.target import TargetModel
@@ -106,6 +107,12 @@ class DrafterModel(nn.Module):
             return logits
         whole = logits.new_full((*logits.shape[:-1], self.config.shape.vocab_size), others)
         return whole.index_copy_(-1, self.kept, logits)
+
+    def run(self, function: Callable, *inputs: object) -> object:
+        """Call `function(*inputs)`. If the drafter `recomputes`, only the inputs are kept for the backward pass."""
+        if self.recomputes and torch.is_grad_enabled():
+            return checkpoint(function, *inputs, use_reentrant=False, preserve_rng_state=False)  # nothing is drawn
+        return function(*inputs)
 
     def input_table(self) -> Tensor:
         """[V, D]: the inputs of all tokens."""

@@ -15,7 +15,6 @@ Attention is sparse: the first `sink_tokens` positions and the last `window_toke
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -23,7 +22,6 @@ import torch
 import torch.nn.functional as F
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
 
 from spectrain.errors import UserError
 from spectrain.models.artifacts import WEIGHTS, check_artifact, damage_of
@@ -222,12 +220,6 @@ class SpireDrafter(DrafterModel):
     def of_context(self, block: LlamaBlock, captured: Tensor, rope: tuple[Tensor, Tensor]) -> KeysValues:
         """Return K/V of the target's activations [B, L, D] for a block."""
         return block.keys_values(captured.to(self.norm.weight.dtype), rope)
-
-    def run(self, function: Callable, *inputs: object) -> object:
-        """Call `function(*inputs)`. If the drafter `recomputes`, only the inputs are kept for the backward pass."""
-        if self.recomputes and torch.is_grad_enabled():
-            return checkpoint(function, *inputs, use_reentrant=False, preserve_rng_state=False)  # nothing is drawn
-        return function(*inputs)
 
 
 def save(folder: Path, drafter: SpireDrafter, dtype: torch.dtype = torch.float32) -> None:

@@ -184,10 +184,18 @@ class LlamaBlock(nn.Module):
         self.down = nn.Linear(shape.intermediate_size, d, bias=shape.mlp_bias)
         self.activation = ACT2FN[shape.hidden_act]
 
+    def normed(self, x: Tensor) -> Tensor:
+        """Return what queries, keys and values are projected from, given the block's inputs x [.., D]."""
+        return self.input_norm(x)
+
+    def residual(self, x: Tensor) -> Tensor:
+        """Return what attention and MLP are added to, [.., D], given the block's inputs."""
+        return x
+
     def queries_keys_values(self, x: Tensor, rope: tuple[Tensor, Tensor]) -> tuple[Tensor, KeysValues]:
         """Return rotated queries [B, H, n, E], and K and V, of inputs x [B, n, D] at the positions of `rope`."""
         n_head, n_kv_head = self.shape.n_head, self.shape.n_kv_head
-        heads = self._heads(self.qkv(self.input_norm(x)))
+        heads = self._heads(self.qkv(self.normed(x)))
         queries_keys, values = heads.split([n_head + n_kv_head, n_kv_head], dim=1)
         if self.shape.qk_norm:
             queries, keys = queries_keys.split([n_head, n_kv_head], dim=1)
@@ -197,7 +205,7 @@ class LlamaBlock(nn.Module):
 
     def keys_values(self, memories: Tensor, rope: tuple[Tensor, Tensor]) -> KeysValues:
         """Return K and V of memories [B, P, D] at the positions of `rope`, after the block's input norm."""
-        d_q, x = self.shape.n_head * self.shape.head_dim, self.input_norm(memories)
+        d_q, x = self.shape.n_head * self.shape.head_dim, self.normed(memories)
         if isinstance(self.qkv, nn.Linear):
             bias = None if self.qkv.bias is None else self.qkv.bias[d_q:]
             joined = F.linear(x, self.qkv.weight[d_q:], bias)
@@ -211,7 +219,7 @@ class LlamaBlock(nn.Module):
     def after_attention(self, x: Tensor, attended: Tensor) -> Tensor:
         """Return the block's output [B, n, D] from its input and what its heads attended to, [B, n, H E]."""
         added = self.output(attended)
-        x = x + (self.attended_norm(added) if self.shape.layer_types else added)
+        x = self.residual(x) + (self.attended_norm(added) if self.shape.layer_types else added)
         gate, up = self.gate_up(self.mlp_norm(x)).chunk(2, dim=-1)
         added = self.down(self.activation(gate) * up)
         return x + (self.added_norm(added) if self.shape.layer_types else added)

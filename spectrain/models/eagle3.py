@@ -1,0 +1,277 @@
+"""The EAGLE-3 drafter (Li et al. 2025): one block over the target's states of three layers, and its own states then.
+
+The node of a token at position t reads the token's embedding e_t, and beside it a state g of position t - 1: of context
+the target's, g = fc(states of `target_layers`), of drafted tokens the drafter's own. The block attends with both,
+
+    h_t = Block([norm(e_t); norm(g)]),   logits of token t + 1: lm_head(norm(h_t)),
+
+and h_t is what the next drafted token reads as g. Only g is in the residual stream. As there is one block, keys and
+values of context tokens need no attention, so a prompt costs projections only, as SPIRe's does.
+
+Papers and files count by the position of the state, so what they call row p is our token at p + 1. Attention is
+relative, so the number is all that differs.
+
+Training (the training-time test of section 3.2) drafts from many roots of a row at once, teacher forced: the token
+i behind a root attends to the context up to its root, and to its own draft. See `unrolled`.
+
+Letters: as in docs/design.md; E width of a head, K key/value heads, R roots of a row.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from spectrain.errors import UserError
+from spectrain.models.drafter_model import DrafterModel, TargetTables
+from spectrain.models.kinds import Kind
+from spectrain.target.device import device_type
+from spectrain.target.llama import KeysValues, LlamaBlock, LlamaShape, Rope, grouped
+from spectrain.target.target import TargetModel
+
+KIND = Kind(
+    *("drafter", "EAGLE-3 drafter", "spectrain.train +exp=eagle3"),
+    method="eagle3",
+    about="An EAGLE-3 drafter: one block that reads the target's states of some layers beside the embedding of each "
+    "token, and its own states as it drafts.",
+)
+MOST_SCORES = {"cpu": 1 << 22}  # attention scores that lie in memory at the same time
+MOST_SCORES_ELSEWHERE = 1 << 27
+
+
+@dataclass(frozen=True)
+class Eagle3Config:
+    """What an EAGLE-3 drafter is. The flags are those of the checkpoints that the field publishes."""
+
+    shape: LlamaShape  # of its block; width and vocabulary are the target's
+    target_layers: tuple[int, ...]  # blocks of the target whose inputs it reads, ascending
+    k: int = 4  # draft tokens that it is trained for, and the default draft length
+    window_tokens: int | None = None  # a query at t sees positions t - window + 1 .. t; None: all
+    draft_vocab: int | None = None  # tokens that it can draft; None: all
+    unembedding: str = "trained"  # target: the target's rows of these tokens; trained: its own
+    own_embedding: bool = False  # whether its checkpoint has an embedding; else the target's is read
+    norm_before_residual: bool = False  # whether the residual stream begins with the normed g
+    norm_before_fc: bool = False  # one norm over all states of the target
+    fc_norm: bool = False  # one norm for each of them (EAGLE-3.1)
+    norm_output: bool = False  # whether the next token reads norm(h) in place of h
+
+    # What `drafting` asks of every drafter.
+    n_layer, sink_tokens, own_key, previous_state, feedback = 1, 0, True, True, False
+
+    def __post_init__(self) -> None:
+        if self.norm_before_fc and self.fc_norm:
+            raise UserError("norm_before_fc and fc_norm exclude each other; give one of them")
+        if self.window_tokens is None:
+            object.__setattr__(self, "window_tokens", self.shape.max_positions)
+        if self.k > self.window_tokens:
+            raise UserError(f"k={self.k} is larger than window_tokens={self.window_tokens}; raise it, or lower k")
+
+    @property
+    def is_windowed(self) -> bool:
+        return self.window_tokens < self.shape.max_positions
+
+    @property
+    def captured_layers(self) -> tuple[int, ...]:
+        return self.target_layers
+
+    def sees_itself(self, others: Tensor) -> Tensor:
+        return torch.ones_like(others[..., 0])
+
+
+class Eagle3Block(LlamaBlock):
+    """A block whose inputs [.., 2 D] are an embedding and a state side by side, and whose outputs are a state."""
+
+    def __init__(self, config: Eagle3Config) -> None:
+        super().__init__(config.shape)
+        self.norm_before_residual = config.norm_before_residual
+        self.hidden_norm = nn.RMSNorm(config.shape.hidden_size, config.shape.rms_norm_eps)
+        self.qkv = nn.Linear(2 * self.qkv.in_features, self.qkv.out_features, bias=config.shape.qkv_bias)
+
+    def normed(self, x: Tensor) -> Tensor:
+        embedded, state = x.chunk(2, dim=-1)
+        return torch.cat([self.input_norm(embedded), self.hidden_norm(state)], dim=-1)
+
+    def residual(self, x: Tensor) -> Tensor:
+        state = x.chunk(2, dim=-1)[1]
+        return self.hidden_norm(state) if self.norm_before_residual else state
+
+
+class Eagle3Drafter(DrafterModel):
+    """Fusion of the target's states, one block, norm, unembedding.
+
+    Its final states are what the next token reads (`norm_output` decides whether before or after the norm).
+
+    Args:
+        config: its options.
+        target: whose embedding, and unembedding where it has none of its own, it reads; None: it is not run.
+    """
+
+    def __init__(self, config: Eagle3Config, target: TargetModel | None = None) -> None:
+        super().__init__()
+        shape, n_states = config.shape, len(config.target_layers)
+        d = shape.hidden_size
+        self.config, self.tables = config, TargetTables(target) if target else None
+        if config.own_embedding:
+            self.embed_tokens = nn.Embedding(shape.vocab_size, d)
+        if config.norm_before_fc:
+            self.states_norm = nn.RMSNorm(n_states * d, shape.rms_norm_eps)
+        if config.fc_norm:
+            self.state_norms = nn.ModuleList(nn.RMSNorm(d, shape.rms_norm_eps) for _ in range(n_states))
+        self.fc = nn.Linear(n_states * d, d, bias=False)
+        self.blocks = nn.ModuleList([Eagle3Block(config)])
+        self.norm = nn.RMSNorm(d, shape.rms_norm_eps)
+        if config.unembedding == "trained":
+            self.lm_head = nn.Linear(d, config.draft_vocab or shape.vocab_size, bias=False)
+        self.register_buffer("kept", torch.arange(config.draft_vocab) if config.draft_vocab else None)
+        self.rope = Rope(shape)
+
+    def embed(self, tokens: Tensor) -> Tensor:
+        table = self.embed_tokens.weight if hasattr(self, "embed_tokens") else self.tables.embedding
+        return F.embedding(tokens, table).to(self.norm.weight.dtype)
+
+    def fused(self, captured: Tensor) -> Tensor:
+        """Return g [.., D] of the target's states [.., C, D] of `target_layers`."""
+        states = captured.to(self.fc.weight.dtype if isinstance(self.fc, nn.Linear) else self.norm.weight.dtype)
+        if self.config.fc_norm:
+            states = torch.stack([norm(one) for norm, one in zip(self.state_norms, states.unbind(-2), strict=True)], -2)
+        states = states.flatten(-2)
+        return self.fc(self.states_norm(states) if self.config.norm_before_fc else states)
+
+    def joined(self, x: Tensor, previous: Tensor | None) -> Tensor:
+        """Return the block's inputs [.., 2 D]: embeddings, and the states g one position earlier."""
+        return torch.cat([x, previous.to(x.dtype)], dim=-1)
+
+    def memories(self, states: list[Tensor]) -> list[Tensor]:
+        return states[:1]
+
+    def step(
+        self, x: Tensor, rope: tuple[Tensor, Tensor], past: Sequence[KeysValues], mask: Tensor
+    ) -> tuple[Tensor, list[KeysValues]]:
+        h, own = self.blocks[0](x, rope, past[0], grouped(mask, self.config.shape))
+        return self.state_of(h), [own]
+
+    def state_of(self, h: Tensor) -> Tensor:
+        """Return the final states of the block's outputs."""
+        return self.norm(h) if self.config.norm_output else h
+
+    def unembedded(self, states: Tensor) -> Tensor:
+        """Return what the unembedding takes of final states."""
+        return states if self.config.norm_output else self.norm(states)
+
+    def kept_logits(self, hidden: Tensor) -> Tensor:
+        return super().kept_logits(self.unembedded(hidden))
+
+
+def default_layers(n_layer: int) -> tuple[int, ...]:
+    """Return the blocks whose inputs the field reads of a target of so many blocks, where nothing else is said."""
+    return tuple(sorted({2, n_layer // 2, n_layer - 3}))
+
+
+def unrolled(
+    drafter: Eagle3Drafter,
+    tokens: Tensor,
+    captured: Tensor,
+    n_steps: int,
+    every: int = 1,
+    first_root: int = 0,
+    starts: Tensor | None = None,
+) -> list[Tensor]:
+    """Draft n_steps tokens from every `every`-th token of whole texts, teacher forced, as decoding does it.
+
+    Args:
+        drafter: the model.
+        tokens: [B, L] int64.
+        captured: [B, L, C, D] of the target on them.
+        n_steps: of each draft.
+        every: distance of two roots. The paper's training has 1.
+        first_root: position of the first root.
+        starts: [B, L] int64, where in the row each token's document begins; None: a row is one document.
+
+    Returns:
+        The inputs [B, R, D] of the unembedding of each step i: entry r is of the token at first_root + r * every + i,
+        and predicts the one behind it. It means nothing where `drafted_places` says so.
+    """
+    n_tokens, device = tokens.shape[1], tokens.device
+    block, window = drafter.blocks[0], drafter.config.window_tokens
+    embedded, rope = drafter.embed(tokens), drafter.rope(torch.arange(n_tokens, device=device)[None])
+    before = F.pad(drafter.run(drafter.fused, captured)[:, :-1], (0, 0, 1, 0))  # of each token, g one position earlier
+    context = drafter.run(block.keys_values, drafter.joined(embedded, before), rope)
+    roots = range(first_root, n_tokens, every)
+    first = (torch.zeros_like(tokens[:1]) if starts is None else starts)[:, first_root::every] + 1
+    state, own, found = before[:, first_root::every], [], []
+    for i in range(n_steps):
+        places = torch.arange(first_root + i, n_tokens + i, every, device=device).clamp_max(n_tokens - 1)
+        x = drafter.joined(embedded[:, places], state)
+        queries, keys_values = block.queries_keys_values(x, tuple(part[:, places] for part in rope))
+        own += [keys_values] if i else []  # the root's own key is one of the context's
+        attended = _attended(queries, context, own, roots, first, window - i)
+        state = drafter.state_of(drafter.run(block.after_attention, x, attended))
+        found.append(drafter.unembedded(state))
+    return found
+
+
+def drafted_places(
+    n_tokens: int, step: int, every: int, first_root: int, starts: Tensor | None, device: torch.device | str = "cpu"
+) -> tuple[Tensor, Tensor]:
+    """Return the positions [R] of a step of `unrolled`, cut to the row, and whether drafts reach them, [B or 1, R].
+
+    A draft needs a state before its root, and ends with its document.
+    """
+    roots = torch.arange(first_root, n_tokens, every, device=device)
+    starts = torch.zeros(1, n_tokens, dtype=torch.int64, device=device) if starts is None else starts
+    places = (roots + step).clamp_max(n_tokens - 1)
+    begins = starts[:, roots]
+    return places, (roots + step < n_tokens) & (begins < roots) & (starts[:, places] == begins)
+
+
+def _attended(
+    queries: Tensor, context: KeysValues, own: list[KeysValues], roots: range, first: Tensor, reach: int
+) -> Tensor:
+    """Attend to the context up to each root, and to what its own draft has behind it. Memory is linear in L.
+
+    Args:
+        queries: [B, H, R, E].
+        context: K/V of all L tokens.
+        own: K/V [B, K, R, E] of each drafted token so far, which only the same root sees.
+        roots: R positions.
+        first: [B or 1, R] the first position that each root may see; itself it sees in any case.
+        reach: positions of context that a root sees at the most, itself included.
+
+    Returns:
+        [B, R, H E].
+    """
+    n_rows, n_head = queries.shape[:2]
+    most = MOST_SCORES.get(device_type(queries.device), MOST_SCORES_ELSEWHERE)
+    size, parts = max(1, most // (n_rows * n_head * context.keys.shape[2])), []
+    for start in range(0, len(roots), size):
+        part = slice(start, start + size)
+        span = slice(max(0, roots[part][0] - reach + 1), roots[part][-1] + 1)
+        places = torch.arange(span.start, span.stop, device=queries.device)
+        last = torch.arange(roots.start, roots.stop, roots.step, device=queries.device)[part, None]
+        seen = (places < last) & (places > last - reach) & (places >= first[:, part, None])  # [B or 1, r, s]
+        inputs = [(seen | (places == last))[:, None, None], queries[:, :, part]]
+        for keys_values, of in ((context, span), *((one, part) for one in own)):
+            inputs += [keys_values.keys[:, :, of], keys_values.values[:, :, of]]
+        if torch.is_grad_enabled():  # scores are computed once more, not kept
+            parts.append(checkpoint(_attend, *inputs, use_reentrant=False, preserve_rng_state=False))
+        else:
+            parts.append(_attend(*inputs))
+    return torch.cat(parts, dim=1)
+
+
+def _attend(seen: Tensor, queries: Tensor, keys: Tensor, values: Tensor, *own: Tensor) -> Tensor:
+    """Return [B, r, H E] of queries [B, H, r, E] over keys [B, K, s, E], and over one key and value each of `own`."""
+    n_seen, grouped_by = keys.shape[2], (keys.shape[1], -1)
+    queries = queries.unflatten(1, grouped_by) * queries.shape[-1] ** -0.5  # [B, K, G, r, E]
+    scores = [(queries @ keys[:, :, None].mT).masked_fill(~seen, -torch.inf)]
+    scores += [(queries * one[:, :, None]).sum(-1, keepdim=True) for one in own[::2]]
+    weights = torch.cat(scores, dim=-1).softmax(-1, dtype=torch.float32).to(values.dtype)
+    attended = weights[..., :n_seen] @ values[:, :, None]
+    for j, one in enumerate(own[1::2], n_seen):
+        attended = attended + weights[..., j, None] * one[:, :, None]
+    return attended.flatten(1, 2).transpose(1, 2).flatten(2)
