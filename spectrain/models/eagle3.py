@@ -309,7 +309,10 @@ def load(folder: Path, target: TargetModel, option: str = "drafter") -> Eagle3Dr
     if (folder / MANIFEST).is_file() or not (folder / "config.json").is_file():
         check_artifact(folder, "eagle3", fingerprint(target.model, target.tokenizer), option)
     options, state = read(folder, given, target)
-    drafter = Eagle3Drafter(Eagle3Config(**options), target)
+    try:
+        drafter = Eagle3Drafter(Eagle3Config(**options), target)
+    except UserError as error:
+        raise UserError(f"{given} cannot be used: {error}") from None
     own = drafter.state_dict()
     wrong = [name for name in own.keys() & state.keys() if own[name].shape != state[name].shape]
     found = {"missing_keys": own.keys() - state.keys(), "unexpected_keys": state.keys() - own.keys()}

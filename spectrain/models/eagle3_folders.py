@@ -315,7 +315,7 @@ def _flags(facts: Mapping, tensors: Mapping[str, Tensor], guesses: list[str]) ->
             flags[flag] = True
             guesses.append(f"{flag} is true, because it has {name}")
     if is_speculators and "norm_before_residual" not in facts:
-        guesses.append("norm_before_residual is false, as where speculators reads it; vLLM takes it for true")
+        guesses.append("norm_before_residual is false, as where speculators reads it, and true in vLLM")
     if flags["norm_output"] and not is_speculators:
         guesses.append("norm_output feeds back the normed state, as engines do; SpecForge trains without")
     return flags
