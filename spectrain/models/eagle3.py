@@ -45,6 +45,9 @@ KIND = Kind(
     method="eagle3",
     about="An EAGLE-3 drafter: one block that reads the target's states of some layers beside the embedding of each "
     "token, and its own states as it drafts.",
+    engine="eagle3_engines",
+    engine_options=("speculators",),
+    engine_folders=("speculators",),
     recognises=recognises,
 )
 MOST_SCORES = {"cpu": 1 << 22}  # attention scores that lie in memory at the same time
