@@ -48,8 +48,6 @@ KIND = Kind(
     "token, and its own states as it drafts.",
     auto={"eagle3_sssd": ("sssd", "logitspec"), "eagle3": ()},
     engine="eagle3_engines",
-    engine_options=("speculators",),
-    engine_folders=("speculators",),
     recognises=recognises,
 )
 MOST_SCORES = {"cpu": 1 << 22}  # attention scores that lie in memory at the same time
