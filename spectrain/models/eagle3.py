@@ -20,7 +20,8 @@ Letters: as in docs/design.md; E width of a head, K key/value heads, R roots of 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from pathlib import Path
 
 import torch
 import torch.nn.functional as F
@@ -28,10 +29,14 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from spectrain.errors import UserError
+from spectrain.models.artifacts import check_artifact, damage_of
 from spectrain.models.drafter_model import DrafterModel, TargetTables
+from spectrain.models.eagle3_folders import read, write
 from spectrain.models.kinds import Kind
 from spectrain.target.device import device_type
+from spectrain.target.fingerprint import fingerprint
 from spectrain.target.llama import KeysValues, LlamaBlock, LlamaShape, Rope, grouped
+from spectrain.target.loading import check_finite
 from spectrain.target.target import TargetModel
 
 KIND = Kind(
@@ -66,6 +71,7 @@ class Eagle3Config:
     def __post_init__(self) -> None:
         if self.norm_before_fc and self.fc_norm:
             raise UserError("norm_before_fc and fc_norm exclude each other; give one of them")
+        object.__setattr__(self, "shape", replace(self.shape, tie_embeddings=False))  # its tables are never one
         if self.window_tokens is None:
             object.__setattr__(self, "window_tokens", self.shape.max_positions)
         if self.k > self.window_tokens:
@@ -275,3 +281,33 @@ def _attend(seen: Tensor, queries: Tensor, keys: Tensor, values: Tensor, *own: T
     for j, one in enumerate(own[1::2], n_seen):
         attended = attended + weights[..., j, None] * one[:, :, None]
     return attended.flatten(1, 2).transpose(1, 2).flatten(2)
+
+
+def save(folder: Path, drafter: Eagle3Drafter, dtype: torch.dtype = torch.float32) -> None:
+    """Write a drafter into an existing folder, as vLLM and SGLang load it; see `eagle3_folders`.
+
+    The target's tables are left out, but for the rows of its unembedding that `draft_vocab` keeps.
+    """
+    state, ends = drafter.state_dict(), {}
+    if drafter.kept is not None:
+        state["lm_head.weight"] = drafter.unembedding.detach()
+    if drafter.tables is not None:
+        known = drafter.tables.target.model.config.get_text_config()
+        ends = {name: getattr(known, name) for name in ("bos_token_id", "eos_token_id")}
+    write(folder, vars(drafter.config), state, dtype, ends)
+
+
+def load(folder: Path, target: TargetModel, option: str = "drafter") -> Eagle3Drafter:
+    """Open an EAGLE-3 drafter in float32, which shares the target's tables. `option` is the one that it was given by.
+
+    Raises:
+        UserError: it does not fit the target, or is damaged.
+    """
+    given = f"{option}={folder}"
+    check_artifact(folder, "eagle3", fingerprint(target.model, target.tokenizer), option)
+    options, state = read(folder, given)
+    drafter = Eagle3Drafter(Eagle3Config(**options), target)
+    with damage_of(given):
+        drafter.load_state_dict(state)
+    check_finite(drafter, given)
+    return drafter
