@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from abc import abstractmethod
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -12,6 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from spectrain.config.training import Train
+from spectrain.config.values import shown
 from spectrain.errors import UserError
 from spectrain.models.artifacts import WEIGHTS, read_manifest
 from spectrain.models.drafter_model import DrafterModel
@@ -193,6 +195,27 @@ def trainings_of(folder: Path) -> list[dict]:
     trained = read_manifest(folder).trained
     known = {name: trained[name] for name in ("steps", "tokens") if name in trained}
     return [*trained.get("before", []), {"drafter": folder.name, **known}]
+
+
+def cut_as_asked(drafter: DrafterModel, draft_vocab: int | str | None, folder: str) -> DrafterModel:
+    """Return a drafter of the folder `init` with as many of its tokens as the option asks for; None: all of them."""
+    n_tokens = drafter.config.draft_vocab
+    if isinstance(draft_vocab, int) and n_tokens is not None and draft_vocab < n_tokens:
+        return drafter.cut_to(draft_vocab)
+    if draft_vocab not in (None, n_tokens):
+        fewer = "" if n_tokens is None else ", or give fewer"
+        raise UserError(
+            f"init={folder} has draft_vocab={shown(n_tokens)}, not {draft_vocab}; draft_vocab=null keeps it{fewer}"
+        )
+    return drafter
+
+
+def check_alike(folder: str, found: Mapping[str, object], wanted: Mapping[str, object]) -> None:
+    """Raise UserError where options of the folder `init` are not those that are wanted."""
+    names = [name for name in wanted if found[name] != wanted[name]]
+    if names:
+        options = " ".join(f"{name}={shown(found[name])}" for name in names)
+        raise UserError(f"init={folder} has other options; give {options}")
 
 
 def check_vocab(draft_vocab: int, target: TargetModel) -> int:
