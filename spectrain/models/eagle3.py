@@ -29,15 +29,16 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from spectrain.errors import UserError
-from spectrain.models.artifacts import check_artifact, damage_of
+from spectrain.models.artifacts import MANIFEST, check_artifact
 from spectrain.models.drafter_model import DrafterModel, TargetTables
-from spectrain.models.eagle3_folders import read, write
+from spectrain.models.eagle3_folders import default_layers as default_layers
+from spectrain.models.eagle3_folders import read, recognises, write
 from spectrain.models.kinds import Kind
 from spectrain.target.device import device_type
 from spectrain.target.fingerprint import fingerprint
 from spectrain.target.forward import DecoderProgram
 from spectrain.target.llama import KeysValues, LlamaBlock, LlamaShape, Rope, grouped
-from spectrain.target.loading import check_finite
+from spectrain.target.loading import check_complete, check_finite, fetched
 from spectrain.target.target import TargetModel
 
 KIND = Kind(
@@ -46,6 +47,7 @@ KIND = Kind(
     about="An EAGLE-3 drafter: one block that reads the target's states of some layers beside the embedding of each "
     "token, and its own states as it drafts.",
     auto={"eagle3_sssd": ("sssd", "logitspec"), "eagle3": ()},
+    recognises=recognises,
 )
 MOST_SCORES = {"cpu": 1 << 22}  # attention scores that lie in memory at the same time
 MOST_SCORES_ELSEWHERE = 1 << 27
@@ -216,11 +218,6 @@ class Eagle3Drafter(DrafterModel):
         return super().kept_logits(self.unembedded(hidden))
 
 
-def default_layers(n_layer: int) -> tuple[int, ...]:
-    """Return the blocks whose inputs the field reads of a target of so many blocks, where nothing else is said."""
-    return tuple(sorted({2, n_layer // 2, n_layer - 3}))
-
-
 def unrolled(
     drafter: Eagle3Drafter,
     tokens: Tensor,
@@ -341,16 +338,28 @@ def save(folder: Path, drafter: Eagle3Drafter, dtype: torch.dtype = torch.float3
 
 
 def load(folder: Path, target: TargetModel, option: str = "drafter") -> Eagle3Drafter:
-    """Open an EAGLE-3 drafter in float32, which shares the target's tables. `option` is the one that it was given by.
+    """Open an EAGLE-3 drafter in float32, which shares the target's tables.
+
+    Args:
+        folder: an export, the folder of another project (see `eagle3_folders`), or a Hugging Face id of one.
+        target: it drafts for.
+        option: by which it was given.
 
     Raises:
         UserError: it does not fit the target, or is damaged.
     """
-    given = f"{option}={folder}"
-    check_artifact(folder, "eagle3", fingerprint(target.model, target.tokenizer), option)
-    options, state = read(folder, given)
-    drafter = Eagle3Drafter(Eagle3Config(**options), target)
-    with damage_of(given):
-        drafter.load_state_dict(state)
+    given, folder = f"{option}={folder}", fetched(folder, option)
+    if (folder / MANIFEST).is_file() or not (folder / "config.json").is_file():
+        check_artifact(folder, "eagle3", fingerprint(target.model, target.tokenizer), option)
+    options, state = read(folder, given, target)
+    try:
+        drafter = Eagle3Drafter(Eagle3Config(**options), target)
+    except UserError as error:
+        raise UserError(f"{given} cannot be used: {error}") from None
+    own = drafter.state_dict()
+    wrong = [name for name in own.keys() & state.keys() if own[name].shape != state[name].shape]
+    found = {"missing_keys": own.keys() - state.keys(), "unexpected_keys": state.keys() - own.keys()}
+    check_complete(given, found | {"mismatched_keys": wrong})
+    drafter.load_state_dict(state)
     check_finite(drafter, given)
     return drafter

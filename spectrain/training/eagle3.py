@@ -12,6 +12,7 @@ from torch import Tensor
 from spectrain.config.values import shown
 from spectrain.decoding import Drafter
 from spectrain.errors import UserError
+from spectrain.methods.eagle3 import Eagle3
 from spectrain.models.eagle3 import (
     Eagle3Config,
     Eagle3Drafter,
@@ -172,8 +173,6 @@ class Eagle3Experiment(DrafterExperiment):
         return drafter.to(DTYPES[self.own.export_dtype]).float()
 
     def drafter(self, weights: dict[str, Tensor]) -> Drafter:
-        from spectrain.methods.eagle3 import Eagle3
-
         return Eagle3(self.model(weights), draft_dtype="auto", draft_vocab="auto")
 
     def save(self, folder: Path, weights: dict[str, Tensor]) -> None:
