@@ -80,7 +80,6 @@ def test_a_head_is_trained_and_used(run, trained, tmp_path, monkeypatch):
     assert facts["sampling"] == {**RESPONSES_SAMPLING, "draws": "auto"}
     assert facts["drafter"]["kind"] == "vanilla"
     run_folder = Path("runs/head")
-    assert (run_folder / "calibration.png").stat().st_size > 5000
     result = json.loads((run_folder / "result.json").read_text())
     assert result["metrics"].keys() >= {"eval/loss", "eval/kl_binary", "eval/calibration_error", "eval/label"}
     assert sum(b["positions"] for b in result["reliability"]) > 50

@@ -12,7 +12,6 @@ from collections.abc import Iterable, Mapping, Sequence
 
 from pandas import DataFrame
 from rich.box import SIMPLE_HEAD
-from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
@@ -101,14 +100,12 @@ def for_terminal(frame: DataFrame, notes: Sequence[str] = (), dim: str | None = 
     return table
 
 
-def show(parts: Iterable[tuple[str, DataFrame]], columns: int = 100, files: str = "") -> None:
-    """Print titles and tables, `columns` wide where the output is no terminal; then which files were written."""
+def show(parts: Iterable[tuple[str, DataFrame]], columns: int = 100) -> None:
+    """Print titles and tables, `columns` wide where the output is no terminal."""
     console = result_console(columns)
     for title, frame in parts:
         console.print(title, highlight=False, markup=False, soft_wrap=True)
         console.print(for_terminal(frame), "")
-    if files:
-        Console(stderr=True).print(files, style="dim", soft_wrap=True)
 
 
 # A benchmark: `methods` is that of results.json.
