@@ -37,7 +37,7 @@ from spectrain.decoding import Drafter
 from spectrain.decoding.text import chat_template
 from spectrain.errors import FinishedRun, UserError
 from spectrain.exports.exporting import Export, tokens_of, write_export
-from spectrain.measure.tables import depth_table, head_table, memory_table, show, speed_table, tau_table
+from spectrain.measure.tables import head_table, memory_table, show, speed_table, tau_table
 from spectrain.measure.tau import measure_speed, measure_tau, tau_settings
 from spectrain.methods.autoregressive import Autoregressive
 from spectrain.methods.speculative import build as build_speculative
@@ -124,7 +124,7 @@ def steps_of(run: RunFolder, experiment: Experiment, parts: Parts) -> int:
 
 
 def show_plan(config: Train) -> None:
-    """Print what a training takes; with plan=true also what its drafter will gain."""
+    """Print what a training takes: a line, or with plan=true all of it."""
     with stage("planning"):
         plan, machine = plan_for(config)
     if not config.plan:
@@ -133,8 +133,6 @@ def show_plan(config: Train) -> None:
     check_row_tokens(config.data.row_tokens, meta_target(config.target))
     show([("memory of one rank", memory_table(plan, machine))])
     Console().print(f"{plan.sentence(machine)}\n", highlight=False)
-    if about(config.kind).by_depth:
-        show([("speedup to expect, and draft length", depth_table(config, machine.peaks))])
     for obstacle in obstacles(config, plan):
         log.warning(obstacle)
 

@@ -16,10 +16,8 @@ from rich.table import Table
 from rich.text import Text
 
 from spectrain.config import papers
-from spectrain.config.training import Train
 from spectrain.measure.results import CONTEXTS, DID_NOT_DRAFT, LONGER
 from spectrain.methods.registry import BASELINE
-from spectrain.planning.cost import Hardware, speedup_by_depth, tau_of_depth
 from spectrain.planning.plan import Machine, Plan
 from spectrain.stores.environment import is_disturbed
 from spectrain.terminal import result_console
@@ -305,18 +303,4 @@ def memory_table(plan: Plan, machine: Machine) -> DataFrame:
     if machine.memory_bytes is not None:
         fits = "" if plan.bytes <= machine.memory_bytes else ": it does not fit"
         rows.append({"memory": "there is", "size": f"{size(machine.memory_bytes)}{fits}"})
-    return table_of(rows)
-
-
-def depth_table(config: Train, hardware: Hardware) -> DataFrame:
-    """Make a table of the speedup that drafters of several depths promise, with their draft lengths."""
-    workload = config.workload
-    rows = []
-    for n_layer, (speedups, lengths) in speedup_by_depth(config, hardware).items():
-        chosen = " (chosen)" if n_layer == config.own.n_layer else ""
-        row = {"blocks": f"{n_layer}{chosen}", "tau of 4": fixed(tau_of_depth(n_layer), 2)}
-        for i, batch in enumerate(workload.batch):
-            for j, context in enumerate(workload.context_tokens):
-                row[f"batch {batch}, {context:,} tokens"] = f"{speedups[i, j]:.2f} ({lengths[i, j]:.0f})"
-        rows.append(row)
     return table_of(rows)
