@@ -23,6 +23,7 @@ from spectrain.stores.environment import is_disturbed
 from spectrain.terminal import result_console
 
 MISSING = "–"
+MAX_POSITIONS = 16
 NUMBER = re.compile(rf"[-+]?[\d.]|{MISSING}|did not|$")  # how a cell begins that is no word
 STAGES = ("forward", "draft", "verify", "commit", "other")
 NARROW_TERMINAL = ["method", "answers", "tau", "tokens/s", "speedup", "acceptance", "lossless"]  # fit into 80 columns
@@ -122,6 +123,10 @@ def methods_table(methods: Mapping[str, Mapping]) -> DataFrame:
     return frame.drop(columns="outside forward" if on_gpu else OF_GPU)
 
 
+def speedup_of(one: Mapping) -> str:
+    return one.get("no_speedup") or interval(estimate_of(one, "speedup"), 2)
+
+
 def method_row(name: str, one: Mapping) -> dict[str, str]:
     answered, failed = one.get("questions") or 0, one.get("errors") or 0
     drafted, accepted = number(one.get("drafted")), number(one.get("accepted"))
@@ -132,7 +137,7 @@ def method_row(name: str, one: Mapping) -> dict[str, str]:
         "answers": f"{answered}/{answered + failed}" if failed else str(answered),
         "tau": plus_minus(estimate_of(one, "mean_accepted"), 2),
         "tokens/s": plus_minus(estimate_of(one, "tokens_per_s_micro"), 1),
-        "speedup": one.get("no_speedup") or interval(estimate_of(one, "speedup"), 2),
+        "speedup": speedup_of(one),
         "acceptance": percent(accepted / drafted if drafted and accepted is not None else None),
         "outside forward": percent(None if forward is None else 1.0 - forward),
         "retrieval hits": percent(one.get("retrieval_hit_rate")),
@@ -228,6 +233,15 @@ def sources_table(methods: Mapping[str, Mapping]) -> DataFrame:
             share, per_step = accepted / drafted if drafted else None, accepted / steps if steps else None
             row = {"method": name, "source": source, "drafted": fixed(drafted, 0), "accepted": percent(share)}
             rows.append(row | {"accepted tokens per step": fixed(per_step, 2)})
+    return table_of(rows)
+
+
+def positions_table(methods: Mapping[str, Mapping]) -> DataFrame:
+    """Make a table of the acceptance rate at the first positions of the draft."""
+    rates = {name: (methods[name].get("acceptance_by_position") or [])[:MAX_POSITIONS] for name in ordered(methods)}
+    rows = (
+        {"method": name} | {str(i): fixed(one, 2) for i, one in enumerate(of, 1)} for name, of in rates.items() if of
+    )
     return table_of(rows)
 
 
