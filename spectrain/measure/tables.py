@@ -265,7 +265,7 @@ def categories_table(methods: Mapping[str, Mapping]) -> DataFrame:
     return table_of(rows)
 
 
-# Trainings, and the throughput model.
+# Trainings and their plans.
 
 
 def tau_table(content: Mapping) -> tuple[str, DataFrame]:
