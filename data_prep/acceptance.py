@@ -40,6 +40,7 @@ from spectrain.terminal import say_next
 log = logging.getLogger(__name__)
 
 NOT_HASHED = ("out", "fresh", "batch_tokens")  # they change no label, or not beyond rounding
+EARLIER = {"mixing_share": None}  # an option of earlier versions, at the value that stores are now made by
 
 
 def main(options: Acceptance) -> None:
@@ -58,7 +59,7 @@ def main(options: Acceptance) -> None:
             "drafter_fingerprint": drafter.facts.fingerprint,
             "set_of_responses": digest(responses.manifest.files),
         }
-        labelling = Labelling(sampling, options.draws, options.seed, options.batch_tokens, options.mixing_share)
+        labelling = Labelling(sampling, options.draws, options.seed, options.batch_tokens)
         target = target.with_capture(drafter.states.capture_layers)
         parts = LabelParts(identity, manifest, responses.rows, target, drafter.states, labelling, options.part_rows)
         out = store_path(options.out, "acceptance", identity)
@@ -100,7 +101,7 @@ def describe(
 ) -> AcceptanceManifest:
     """Return the manifest of the store, with all that was left open resolved, and without counts."""
     rollout_tokens, drawn = drafter.states.block_tokens, sampling.distribution()
-    config = hashed_config(options, NOT_HASHED)
+    config = hashed_config(options, NOT_HASHED) | EARLIER
     resolved = {"responses": responses, "drafter": drafter.facts.path, "sampling": drawn}
     return AcceptanceManifest(
         target=options.target.path,
@@ -109,7 +110,6 @@ def describe(
         rollout_tokens=rollout_tokens,
         sampling=drawn,
         draws=options.draws,
-        mixing_share=options.mixing_share,
         responses=Path(responses).resolve().name,
         config=config | resolved | {"rollout_tokens": rollout_tokens},
         counts={},
@@ -131,7 +131,6 @@ def show(out: Path, tokens_per_s: float | None) -> None:
         "skipped": f"{skipped:,} rows longer than a model's context, listed in the manifest" if skipped else None,
         "positions": f"{counts['positions']:,}",
         "draws": f"{manifest.draws} per position",
-        "states": None if manifest.mixing_share is None else f"on texts with mixing_share={manifest.mixing_share:g}",
         "mean acceptance": f"{counts['mean_label']:.3f}" if counts["positions"] else None,
         "labels below 0.5": f"{counts['below_half']:.1%}" if counts["positions"] else None,
         "speed": speed(tokens_per_s),

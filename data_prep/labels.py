@@ -20,16 +20,15 @@ import numpy as np
 import pyarrow.compute
 import torch
 from datasets import Dataset, concatenate_datasets
-from torch import Tensor
 
 from data_prep.pipeline import Build, Parts
 from data_prep.progress import Advance
 from spectrain.decoding.sampling import Sampling, row_generator
 from spectrain.errors import UserError
 from spectrain.models.draft_states import DraftStates
-from spectrain.models.labelled_texts import label_texts, mix_tokens
+from spectrain.models.labelled_texts import label_texts
 from spectrain.stores.folder import digest
-from spectrain.stores.rows import AcceptanceManifest, label_columns, list_lengths, save_rows
+from spectrain.stores.rows import LABEL_COLUMNS, AcceptanceManifest, list_lengths, save_rows
 from spectrain.target.masks import length_buckets
 from spectrain.target.target import TargetModel
 
@@ -38,7 +37,6 @@ log = logging.getLogger(__name__)
 # Added to the seed. Responses are drawn with the same seed by default, and drafts drawn with their numbers would agree
 # with them far too often: Y_i is independent of X_i, given what stands before both.
 DRAFT_STREAM = 1 << 31
-MIXING_STREAM = 1 << 30
 
 
 @dataclass(frozen=True)
@@ -49,7 +47,6 @@ class Labelling:
     draws: int  # K, drafts per position
     seed: int
     batch_tokens: int  # of a forward, padding included; one row at least
-    mixing_share: float | None = None  # the drafter's states on texts that are mixed so are kept; None: none are
 
 
 @dataclass(frozen=True)
@@ -110,9 +107,8 @@ class LabelParts(Parts):
             labelled = label_rows(rows, self.target, self.states, self.labelling, advance)
             if build.writes:
                 whole = [row | found for row, found in zip(rows, labelled, strict=True)]
-                features = label_columns(self.manifest)
-                columns = {name: [row[name] for row in whole] for name in features}
-                save_rows(part_folder(build.work, index), Dataset.from_dict(columns, features=features))
+                columns = {name: [row[name] for row in whole] for name in LABEL_COLUMNS}
+                save_rows(part_folder(build.work, index), Dataset.from_dict(columns, features=LABEL_COLUMNS))
 
     def write_store(self, build: Build) -> None:
         folders = [part_folder(build.work, index) for index in range(len(self.rows))]
@@ -145,11 +141,9 @@ def label_rows(
     """Draw and label drafts beside the rows of a store of responses.
 
     Returns:
-        For each row `drafts` int32 and `p`, `q`, `labels` float32, all [K, T_response]. With a `mixing_share` also
-        `drafted`, K times [T_response] bool, and `states`, K times the drafter's states at these positions, one after
-        the other, float16.
+        For each row `drafts` int32 and `p`, `q`, `labels` float32, all [K, T_response].
     """
-    labelled: list[dict[str, np.ndarray | list[np.ndarray]]] = [{}] * len(rows)
+    labelled: list[dict[str, np.ndarray]] = [{}] * len(rows)
     texts = [row["prompt"] + row["response"] for row in rows]
     for batch in length_buckets([len(text) for text in texts], labelling.batch_tokens):
         n_tokens = max(len(texts[i]) for i in batch)
@@ -172,28 +166,8 @@ def label_rows(
         by_draw = {name: values.transpose(1, 2).cpu().numpy() for name, values in by_draw.items()}  # [B, K, T]
         for row, i in enumerate(batch):
             labelled[i] = {name: np.ascontiguousarray(values[row, :, places[row]]) for name, values in by_draw.items()}
-        for k in range(labelling.draws if labelling.mixing_share is not None else 0):
-            mixing = torch.ones(may_draft.shape)  # [B, T]
-            for row, i in enumerate(batch):
-                generator = row_generator(labelling.seed + MIXING_STREAM + k, rows[i]["number"])
-                mixing[row, places[row]] = torch.rand(len(rows[i]["response"]), generator=generator)
-            share, mixing = labelling.mixing_share, mixing.to(target.device)
-            mixed, drafted = mix_tokens(tokens, found.drafts[:, :, k], may_draft, share, mixing)
-            kept, drafted = _states(states, mixed, drafted, found.captured), drafted.cpu()
-            for row, i in enumerate(batch):
-                labelled[i].setdefault("drafted", []).append(drafted[row, places[row]].numpy())
-                labelled[i].setdefault("states", []).append(kept[row, drafted[row]].flatten().numpy())
         advance(sum(len(texts[i]) for i in batch))
     return labelled
-
-
-@torch.no_grad()
-def _states(states: DraftStates, mixed: Tensor, drafted: Tensor, captured: Tensor | None) -> Tensor:
-    """Return the drafter's states [B, T, D] float16 on mixed texts [B, T], on the host. Those `drafted` are kept."""
-    hidden = states.hidden(mixed, captured).half()
-    if not hidden[drafted].isfinite().all():
-        raise UserError("a state of the drafter does not fit float16; leave mixing_share out")
-    return hidden.cpu()
 
 
 def count(rows: Dataset) -> dict:

@@ -11,14 +11,12 @@ from __future__ import annotations
 import logging
 import os
 import queue
-import secrets
 import socket
 import threading
 import time
 from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass, field
-from io import FileIO
 from multiprocessing import AuthenticationError
 from multiprocessing.connection import Connection, answer_challenge, deliver_challenge
 
@@ -51,7 +49,6 @@ class Request(BaseModel, strict=True):
     shape: tuple[PositiveInt, PositiveInt]  # [B, L]
     layers: list[NonNegativeInt]  # blocks whose inputs are wanted
     packed: bool  # whether `starts` follow, too
-    mapped: bool  # whether the client reads the answer from memory
 
 
 @dataclass
@@ -68,8 +65,7 @@ class StatesServer:
     _lock: threading.Lock = field(default_factory=threading.Lock)
 
     def __post_init__(self) -> None:
-        files = free_files() - MOST_STRANGERS - KEPT_FILES
-        self._most = max(1, min(MOST_CONNECTIONS, files // 2))  # each of which has a file in memory, too
+        self._most = max(1, min(MOST_CONNECTIONS, free_files() - MOST_STRANGERS - KEPT_FILES))
         self._slots = threading.Semaphore(self._most)
         self.facts = {
             "version": VERSION,
@@ -129,7 +125,9 @@ class StatesServer:
                 if not self._slots.acquire(blocking=False):
                     return send_object(connection, {"busy": f"all its {self._most} connections are taken"})
                 try:
-                    self._serve(connection)
+                    send_object(connection, self.facts)
+                    while connection.poll(None):
+                        self._answer(connection)
                 finally:
                     self._slots.release()
         except (AuthenticationError, ValueError) as error:
@@ -137,15 +135,7 @@ class StatesServer:
         except (OSError, EOFError, AssertionError) as error:  # AssertionError: of its challenge
             log.debug("%s has left: %s", peer, error)
 
-    def _serve(self, connection: Connection) -> None:
-        with new_memory() as memory:
-            nonce = secrets.token_bytes(16)
-            os.pwrite(memory.fileno(), nonce, 0)
-            send_object(connection, self.facts | {"memory": [os.getpid(), memory.fileno(), nonce.hex()]})
-            while connection.poll(None):
-                self._answer(connection, memory)
-
-    def _answer(self, connection: Connection, memory: FileIO) -> None:
+    def _answer(self, connection: Connection) -> None:
         """Read a request and answer it. Raises ValueError for nonsense, and where the client is told what is wrong."""
         request = Request.model_validate_json(connection.recv_bytes(HEADER_BYTES))
         sent: list[Tensor] = []
@@ -167,11 +157,8 @@ class StatesServer:
         if why is not None:
             send_object(connection, {"error": why})
             raise ValueError(why)
-        if request.mapped:
-            send_values(connection, states, memory)
         send_object(connection, {})
-        if not request.mapped:
-            send_values(connection, states)
+        send_values(connection, states)
 
     def _why_not(self, request: Request) -> str | None:
         (n_rows, n_tokens), layers = request.shape, request.layers
@@ -190,11 +177,6 @@ class StatesServer:
             if not (begins[:, 0].all() and (begins[:, 1:] | (starts[:, 1:] == starts[:, :-1])).all()):
                 return "`starts` are no beginnings of documents"
         return None
-
-
-def new_memory() -> FileIO:
-    """Return a file in memory, which ends with this process; where the system has none, one that stays empty."""
-    return FileIO(os.memfd_create("spectrain") if hasattr(os, "memfd_create") else os.devnull, "r+")
 
 
 def listen_at(listen: str) -> socket.socket:

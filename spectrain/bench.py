@@ -52,7 +52,7 @@ from spectrain.methods.auto import Auto, why_plain
 from spectrain.methods.options import FOLDERS, artifact_kinds, given_artifacts, names
 from spectrain.methods.pld import PromptLookup
 from spectrain.methods.speculative import Speculative
-from spectrain.planning.cost import hardware_named
+from spectrain.planning.peaks import hardware_named
 from spectrain.stores.environment import device_facts, provenance
 from spectrain.stores.files import json_line
 from spectrain.stores.folder import MANIFEST, sha256

@@ -12,19 +12,13 @@ if __name__ == "__main__":  # first, so that --help and a wrong option are answe
 
     run("spectrain.doctor")
 
-import importlib.metadata
 import os
-import sys
-import tempfile
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from urllib.request import getproxies
 
 import torch
-from huggingface_hub import get_session
 from huggingface_hub.constants import HF_HOME
-from packaging.requirements import Requirement
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
@@ -35,7 +29,6 @@ from spectrain.kernels.cpu.products import width
 from spectrain.measure.tables import size
 from spectrain.stores.environment import CGROUP, OtherWork, cpu_name, host_memory, is_disturbed, version_of
 from spectrain.stores.files import free_bytes
-from spectrain.stores.locations import BUNDLED, MADE, SHIPPED, SHIPPED_STORES, bundled_folder
 from spectrain.terminal import stage
 
 LOAD_S = 1.0  # in which the work of other processes is measured
@@ -90,28 +83,11 @@ def machine() -> Iterator[Finding]:
 
 
 def software() -> Iterator[Finding]:
-    """What we compile, versions, what comes with spectrain, where models are kept, the output, and proxies."""
+    """What we compile, versions, and where models are kept."""
     dtypes = (torch.float32, torch.bfloat16, torch.int8)
     failed = ", ".join(str(dtype).removeprefix("torch.") for dtype in dtypes if not works(dtype))
     wrong = f"there are none for {failed}, and torch's own are slower; pip install -U numba llvmlite" if failed else ""
     yield "compiled kernels", "not all work" if failed else "work", wrong
     names = ("spectrain", "torch", "transformers", "lightning", "numba")
     yield "versions", ", ".join(f"{name} {version_of(name) or 'not installed'}" for name in names), ""
-    for one in map(Requirement, importlib.metadata.requires("spectrain") or [] if version_of("spectrain") else []):
-        if one.marker is None and not one.specifier.contains(version_of(one.name) or "0", prereleases=True):
-            yield one.name, version_of(one.name) or "missing", f"spectrain needs another; pip install '{one}'"
-    lacking = [name for name in (BUNDLED, *SHIPPED, *SHIPPED_STORES) if bundled_folder(name) is None]
-    later = ", ".join(f"{name} is downloaded at its first use" for name in MADE if bundled_folder(name) is None)
-    wrong = f"without {', '.join(lacking)}; install spectrain again" if lacking else ""
-    yield "checkpoints", later or "all are here", wrong
-    is_lost = HF_HOME.startswith(f"{tempfile.gettempdir()}/spectrain-")  # see `caches`
-    wrong = "they are lost at a restart; set HF_HOME to a folder that can be written" if is_lost else ""
-    yield "caches", f"models in {HF_HOME}", wrong
-    wrong = "characters that it lacks are shown as ?; unset PYTHONIOENCODING, or set it to utf-8"
-    yield "output", f"encoded in {sys.stdout.encoding}", "" if "utf" in sys.stdout.encoding.lower() else wrong
-    wrong = ""
-    try:
-        get_session()
-    except Exception as error:  # the HTTP library's own types
-        wrong = f"the hub cannot be asked through them ({error}); set them to http://host:port, or unset them"
-    yield "proxies", ", ".join(sorted(getproxies())) or "none", wrong
+    yield "caches", f"models in {HF_HOME}", ""

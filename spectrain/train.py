@@ -28,7 +28,6 @@ from pathlib import Path
 
 from lightning import Trainer, seed_everything
 from lightning.pytorch.utilities import rank_zero_only
-from matplotlib.figure import Figure
 from rich.console import Console
 from torch import Tensor
 
@@ -38,8 +37,7 @@ from spectrain.decoding import Drafter
 from spectrain.decoding.text import chat_template
 from spectrain.errors import FinishedRun, UserError
 from spectrain.exports.exporting import Export, tokens_of, write_export
-from spectrain.measure.plots import calibration, training_pictures, write_png
-from spectrain.measure.tables import depth_table, head_table, memory_table, show, speed_table, tau_table
+from spectrain.measure.tables import head_table, memory_table, show, speed_table, tau_table
 from spectrain.measure.tau import measure_speed, measure_tau, tau_settings
 from spectrain.methods.autoregressive import Autoregressive
 from spectrain.methods.speculative import build as build_speculative
@@ -126,7 +124,7 @@ def steps_of(run: RunFolder, experiment: Experiment, parts: Parts) -> int:
 
 
 def show_plan(config: Train) -> None:
-    """Print what a training takes; with plan=true also what its drafter will gain."""
+    """Print what a training takes: a line, or with plan=true all of it."""
     with stage("planning"):
         plan, machine = plan_for(config)
     if not config.plan:
@@ -135,8 +133,6 @@ def show_plan(config: Train) -> None:
     check_row_tokens(config.data.row_tokens, meta_target(config.target))
     show([("memory of one rank", memory_table(plan, machine))])
     Console().print(f"{plan.sentence(machine)}\n", highlight=False)
-    if about(config.kind).by_depth:
-        show([("speedup to expect, and draft length", depth_table(config, machine.peaks))])
     for obstacle in obstacles(config, plan):
         log.warning(obstacle)
 
@@ -188,27 +184,21 @@ class Measurement:
 
 
 def finish(options: Train, trainer: Trainer, export: Export, parts: Parts) -> None:
-    """Export what was trained, draw it, and keep the run's numbers."""
+    """Export what was trained, and keep the run's numbers."""
     run, result = export.experiment.run, export.trained
-    drawn: dict[str, Figure] = {}
     if bins := getattr(parts.module.sums, "bins", None):
         result["reliability"] = bins
-        drawn["eval/calibration"] = calibration(bins)
     kind = about(export.experiment.exports)
-    with stage("exporting, and drawing its curves"):
+    with stage("exporting"):
         out = run.export(options.out, partial(write_export, export=export))
-        drawn |= {f"plots/{name}": figure for name, figure in training_pictures(run.curve()).items()}
-        pictures = {name: run.path / f"{Path(name).name}.png" for name in drawn}
-        for name, file in pictures.items():
-            write_png(drawn[name], file)
-        publish(trainer, run, result, out, kind.option, pictures)
+        publish(trainer, run, result, out, kind.option)
     run.finish(result)
     Console().print(f"exported to {out}", highlight=False)
     if bins:
         labels = (
             f"acceptance head, labels of {run.source['rows'][0]} warped for {parts.module.facts.sampling.describe()}"
         )
-        show([(labels, head_table(result["metrics"]))], files=f"{run.path}/calibration.png")
+        show([(labels, head_table(result["metrics"]))])
     if kind.method is None:
         say_next("train", {"+exp": SUGGESTED, "target": out})
     else:

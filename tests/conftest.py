@@ -24,7 +24,6 @@ from filelock import FileLock
 from hydra._internal.hydra import Hydra
 from hydra.core.config_store import ConfigStore
 from lightning.pytorch.utilities import rank_zero_only
-from PIL import Image
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
@@ -272,9 +271,8 @@ def _quick_commands():
 
 @pytest.fixture(autouse=True)
 def _small_commands(monkeypatch):
-    """Fit a drafter's input on little, and draw no picture of a training. Fixtures of a module draw them."""
+    """Fit a drafter's input on little. Fixtures of a module do not."""
     monkeypatch.setattr("spectrain.training.spire.FIT_TOKENS", FIT_TOKENS)
-    monkeypatch.setattr("spectrain.train.write_png", small_picture)
 
 
 # The processors that the code tells apart, and what SPECTRAIN_CPU says to take their ways on any machine.
@@ -324,11 +322,6 @@ def _no_rank_or_signal_is_left():
     for name in ("RANK", "LOCAL_RANK", "NODE_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
         os.environ.pop(name, None)
     rank_zero_only.rank = 0
-
-
-def small_picture(figure: object, file: Path) -> None:
-    """Write a picture, without drawing the figure."""
-    Image.new("L", (1, 1)).save(file)
 
 
 FIT_TOKENS = 1000  # from which the input of a drafter is fitted, so that a training begins at once

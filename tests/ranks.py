@@ -23,12 +23,12 @@ import torch
 from lightning import Callback
 from safetensors.torch import save_file
 
-from spectrain import cli, train
+from spectrain import cli
 from spectrain.errors import UserError
 from spectrain.training import drafters, spire
 from spectrain.training import fit as fitting
 from spectrain.training.strategies import whole_state
-from tests.conftest import FIT_TOKENS, small_picture
+from tests.conftest import FIT_TOKENS
 from tests.support import forks
 
 ROOT = Path(__file__).parent.parent
@@ -90,10 +90,10 @@ def run(
     command: str = "spectrain.train",
 ) -> int:
     """One command; its exit code."""
-    changed = [(fitting, "callbacks"), (cli, "leave_ranks"), (sys, "argv"), (train, "write_png")]
+    changed = [(fitting, "callbacks"), (cli, "leave_ranks"), (sys, "argv")]
     changed += [(spire, "FIT_TOKENS"), (spire, "STORED_DTYPE"), (drafters, "STORED_DTYPE")]
     before, callbacks = [getattr(*one) for one in changed], fitting.callbacks
-    train.write_png, spire.FIT_TOKENS = small_picture, FIT_TOKENS
+    spire.FIT_TOKENS = FIT_TOKENS
     spire.STORED_DTYPE = drafters.STORED_DTYPE = torch.bfloat16 if rounds else torch.float32
     fitting.callbacks = lambda cfg, run, peak: [Watch(run.path, interrupt, poison, dies), *callbacks(cfg, run, peak)]
     cli.leave_ranks = lambda: None  # DeepSpeed keeps its groups for the life of a process

@@ -41,12 +41,6 @@ RESULT_KEYS = {
 }
 
 
-@pytest.fixture(autouse=True)
-def _small_pictures(monkeypatch):
-    """Those of reports are tested in tests/measure/test_report.py."""
-    monkeypatch.setattr("spectrain.measure.plots.svg", lambda figure, prefix: "")
-
-
 @pytest.fixture
 def asked(tmp_path) -> str:
     """Three plain prompts."""

@@ -9,6 +9,7 @@ import shutil
 import signal
 import sys
 from contextlib import redirect_stdout
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -17,15 +18,9 @@ from lightning import Callback
 from safetensors.torch import load_file
 
 from spectrain.cli import run as run_command
-from spectrain.decoding import Sampling
-from spectrain.methods.specdecpp import open_drafter
-from spectrain.models.head import HeadConfig, HeadFacts
-from spectrain.stores.rows import open_acceptance
+from spectrain.stores.rows import open_acceptance, save_rows
 from spectrain.target import load_target
 from spectrain.training import fit as fitting
-from spectrain.training.data import TextRows, text_rows
-from spectrain.training.head import HeadTraining
-from spectrain.training.optim import OptimizerSettings
 from tests.data_prep.conftest import RESPONSES_SAMPLING, save_responses
 from tests.models.test_artifacts import export_spire, export_vanilla
 
@@ -80,7 +75,6 @@ def test_a_head_is_trained_and_used(run, trained, tmp_path, monkeypatch):
     assert facts["sampling"] == {**RESPONSES_SAMPLING, "draws": "auto"}
     assert facts["drafter"]["kind"] == "vanilla"
     run_folder = Path("runs/head")
-    assert (run_folder / "calibration.png").stat().st_size > 5000
     result = json.loads((run_folder / "result.json").read_text())
     assert result["metrics"].keys() >= {"eval/loss", "eval/kl_binary", "eval/calibration_error", "eval/label"}
     assert sum(b["positions"] for b in result["reliability"]) > 50
@@ -162,41 +156,27 @@ def test_a_head_for_a_spire_drafter(run, small, made):
 
 
 @pytest.mark.parametrize("kind", ["vanilla", "spire"])
-def test_a_head_learns_from_stored_states_without_running_a_model(run, small, made, shared, kind, monkeypatch):
-    """The same examples as of running the models on the stored mixed texts; cut rows lose the states behind the cut."""
+def test_a_head_learns_from_stored_labels(run, small, made, shared, kind, monkeypatch):
+    """Also from those of earlier versions, which may hold states beside them."""
     arguments = [*(a for a in small if not a.startswith("drafter=")), f"drafter={made / kind}", "rollout_tokens=6"]
-    labelled = f"responses={made / 'responses'}", f"drafter={made / kind}", "rollout_tokens=6", "mixing_share=0.2"
-    labelled = [f"target={shared / 'target'}", *labelled, "draws=2", "out=s"]
-    monkeypatch.setattr(sys, "argv", ["data_prep.acceptance", *labelled])
+    labelled = f"responses={made / 'responses'}", f"drafter={made / kind}", "rollout_tokens=6", "draws=2", "out=s"
+    monkeypatch.setattr(sys, "argv", ["data_prep.acceptance", f"target={shared / 'target'}", *labelled])
     run_command("data_prep.acceptance")
-    store, target = open_acceptance("s"), load_target(shared / "target", device="cpu")
-    states = open_drafter(target, kind, str(made / kind), 6).states
-    head = HeadFacts(HeadConfig(states.hidden_size), None, Sampling(), 1.0, 0.2)
-    module = HeadTraining(head, states, target, OptimizerSettings(name="adamw", lr=1e-3))
-    for row_tokens in (1024, 30):
-        rows = TextRows(text_rows(store.rows, row_tokens))
-        batch = rows[[0, 25, 1]]
-        for epoch in (0, 1, 2):
-            hidden, labels = module.examples(batch, epoch)
-            drafted, draw = batch.drafted[:, epoch % 2], epoch % 2
-            mixed = torch.where(drafted, batch.drafts[:, draw], batch.tokens)
-            captured = module.target.features(batch.tokens).captured if states.capture_layers else None
-            torch.testing.assert_close(hidden, states.hidden(mixed, captured)[drafted], atol=2e-3, rtol=2e-3)
-            assert torch.equal(labels, batch.labels[:, draw][drafted])
-            assert len(labels) > 5
-        assert len(module.examples(rows[[-1]], 0)[0]) == 0  # a row that only fills a rank's share
-
-    monkeypatch.setattr(type(states), "hidden", None)
-    code, _, err = run("train", *arguments, "data=offline", "data.path=s", "mixing_share=0.2", "out=head")
-    assert code == 0, err
-    assert json.loads(Path("head/config.json").read_text())["mixing_share"] == 0.2
+    store = open_acceptance("s")
+    states = [[[0.5] * 8] * 2] * len(store.rows)
+    earlier = store.rows.add_column("drafted", store.rows["q"][:]).add_column("states", states)
+    save_rows(Path("earlier"), earlier, replace(store.manifest, mixing_share=0.2, files={}))
+    for folder in ("s", "earlier"):
+        code, _, err = run("train", *arguments, "data=offline", f"data.path={folder}", f"out=head-{folder}")
+        assert code == 0, err
+    heads = [load_file(f"head-{folder}/model.safetensors") for folder in ("s", "earlier")]
+    assert all(torch.equal(heads[0][name], heads[1][name]) for name in heads[0])
     other = "spire" if kind == "vanilla" else "vanilla"
     for option, message in {
-        "mixing_share=0.15": "s holds states of texts with mixing_share=0.2, not 0.15; give mixing_share=0.2, or",
         "sampling=t1": "was labelled for temperature 0.8, top_k 40, not",
         f"drafter={made / other}": f"are of the {kind} drafter",
     }.items():
-        code, _, err = run("train", *arguments, "data=offline", "data.path=s", "mixing_share=0.2", option, "out=other")
+        code, _, err = run("train", *arguments, "data=offline", "data.path=s", option, "out=other")
         assert (code, message in err) == (2, True), err
 
 

@@ -9,7 +9,7 @@ from annotated_types import Le
 
 from spectrain.config.fields import group, option
 from spectrain.config.groups import SEED, Artifacts, Built, Configured, Corpus, Sampling, Server, Target
-from spectrain.config.values import Count, FilePath, FilePaths, Names, Nodes, Positive, Seed, Several, Share, Whole
+from spectrain.config.values import Count, FilePath, FilePaths, Names, Nodes, Positive, Seed, Several, Whole
 
 VERIFICATION = option("block", "how drafts that were drawn are verified; token: as in the papers")
 MAX_LENGTH = option(None, "the most tokens of a prompt and its reply together; null: as max_new_tokens says")
@@ -205,9 +205,6 @@ class Acceptance(Built):
     drafter: FilePaths | None = option(None, "folder of a drafter; null: the newest vanilla one")
     rollout_tokens: Several = option(10, "of a drafter with rollouts: positions per rollout, with its root")
     draws: Whole = option(1, "drafts per position")
-    mixing_share: Share | None = option(
-        None, "r (0.15 in the paper): the drafter's states on mixed texts are kept, too, so that heads train in seconds"
-    )
     seed: Seed = SEED
     batch_tokens: Whole = BATCH_TOKENS
     part_rows: Whole = option(256, "responses per piece of work: the most that a kill loses")

@@ -120,14 +120,6 @@ class Tau:
 
 
 @dataclass
-class Workload:
-    """The batches and contexts that a drafter will decode; plan=true and n_layer=auto predict its speedup for them."""
-
-    batch: list[Whole] = option([1, 8], "rows decoded together")
-    context_tokens: list[Whole] = option([1024, 8192], "lengths of the context")
-
-
-@dataclass
 class Train:
     """Train a drafter (+exp=spire, eagle3, vanilla), an acceptance head (+exp=specdecpp), or a target (+exp=target)."""
 
@@ -151,7 +143,6 @@ class Train:
     )
     plan: bool = option(False, "true: print what the training will take (docs/plan.md), and do not start it")
     hardware: Hardware | None = None
-    workload: Workload = group(Workload)
     checkpoint_s: NonNegative = option(120.0, "seconds between two checkpoints: what a kill loses at the most")
     select: Select = group(Select)
     vanilla: FilePath | None = option(None, "folder of a vanilla drafter that is measured for comparison")
@@ -169,10 +160,8 @@ class Spire:
     tokens_per_parameter: Positive = option(
         0.9, "tokens per trained parameter, but at most ten passes over the text; of the bundled target 8 minutes"
     )
-    n_layer: Whole | Literal["auto", "quarter"] = option(
-        2,
-        "the target's last blocks that the drafter starts from [quarter: of all]; auto: of 1, 2, 3, 4 and a quarter "
-        "what decodes `workload` the fastest, by the throughput model",
+    n_layer: Whole | Literal["quarter"] = option(
+        2, "the target's last blocks that the drafter starts from [quarter: of all]"
     )
     k: Whole = option(4, "drafted tokens per rollout [4]")
     window_tokens: Whole = option(64, "positions that are seen: t-63 to t [64]")

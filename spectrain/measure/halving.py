@@ -145,7 +145,7 @@ def advice(settings: Sequence[Mapping], minutes: float) -> str:
 def gain_of_drafters(setting: Mapping, trained: Sequence[str]) -> str:
     """Say what the trained drafters gain in a setting."""
     if not trained:
-        return "No drafter is trained for this target. With plan=true a training says what its drafter would gain."
+        return "No drafter is trained for this target. With plan=true a training says what it would take."
     speeds = {name: one["speed"] for name, one in setting["methods"].items() if name != AUTO}
     if not speeds.keys() & trained or not speeds.keys() - trained:
         return "There is a trained drafter for this target, but no time was left to compare it."

@@ -1,12 +1,11 @@
-"""The report page: each benchmark is a section of facts, tables and figures.
+"""The report page: each benchmark is a section of facts, tables and bars.
 
 `bench` writes the page of one benchmark, and `python -m spectrain.report` that of all benchmarks in some folders. The
-page holds its style and figures, and loads nothing.
+page holds its style, and loads nothing.
 """
 
 from __future__ import annotations
 
-import itertools
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -14,16 +13,16 @@ from functools import cache
 from pathlib import Path
 
 from jinja2 import Environment, PackageLoader
-from matplotlib.figure import Figure
 from pandas import DataFrame
 
 from spectrain.decoding import Sampling
-from spectrain.measure import plots, tables
+from spectrain.measure import tables
 from spectrain.measure.tables import fixed, interval, number, percent, table_of
 from spectrain.methods.registry import BASELINE
 from spectrain.stores.files import read_json, read_lines, read_yaml, write_whole
 
 GENERATOR = "spectrain.report"  # by it a page of ours is recognised
+Bar = tuple[str, str, float]  # a name, what stands behind the bar, and its length in percent of the longest
 DAMAGED = (OSError, ValueError, KeyError, TypeError, AttributeError)
 
 
@@ -38,7 +37,7 @@ class Section:
     summary: list[str] = field(default_factory=list)
     warnings: list[str] = field(default_factory=list)
     facts: dict[str, object] = field(default_factory=dict)
-    parts: dict[str, DataFrame | Figure | None] = field(default_factory=dict)  # by title; None: nothing to show
+    parts: dict[str, DataFrame | list[Bar] | None] = field(default_factory=dict)  # by title; None: nothing to show
 
 
 def write_report(path: Path, results: Mapping, rows: Sequence[Mapping]) -> None:
@@ -58,8 +57,6 @@ def render(title: str, sections: Sequence[Section], left_out: Mapping[str, str] 
 @cache
 def environment() -> Environment:
     environment = Environment(loader=PackageLoader(__package__), autoescape=True, trim_blocks=True, lstrip_blocks=True)
-    numbers = itertools.count()
-    environment.filters["svg"] = lambda figure: plots.svg(figure, f"f{next(numbers)}-")
     environment.filters["columns_of_words"] = tables.columns_of_words
     return environment
 
@@ -121,7 +118,8 @@ def benchmark_section(title: str, results: Mapping, rows: Sequence[Mapping] = ()
         benchmark_facts(results),
         {
             "Results": tables.methods_table(methods),
-            **plots.benchmark_figures(methods),
+            "Speedup over plain decoding": speedup_bars(methods),
+            "Acceptance by position in the draft": unless_empty(tables.positions_table(methods)),
             "Speedup (and tau) by category": unless_empty(tables.categories_table(methods)),
             "Where drafted tokens came from": unless_empty(tables.sources_table(methods)),
             "Where the time after the prompt goes": unless_empty(tables.time_table(methods)),
@@ -130,6 +128,14 @@ def benchmark_section(title: str, results: Mapping, rows: Sequence[Mapping] = ()
             "Methods left out": unless_empty(table_of(skipped)),
         },
     )
+
+
+def speedup_bars(methods: Mapping[str, Mapping]) -> list[Bar] | None:
+    """Return a bar for each method; None where no speedup was measured."""
+    gains = {name: number(methods[name].get("speedup")) or 0.0 for name in tables.ordered(methods)}
+    if not (most := max(gains.values())):
+        return None
+    return [(name, tables.speedup_of(methods[name]), 100 * gain / most) for name, gain in gains.items()]
 
 
 def unless_empty(frame: DataFrame) -> DataFrame | None:

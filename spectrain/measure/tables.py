@@ -12,20 +12,18 @@ from collections.abc import Iterable, Mapping, Sequence
 
 from pandas import DataFrame
 from rich.box import SIMPLE_HEAD
-from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
 from spectrain.config import papers
-from spectrain.config.training import Train
 from spectrain.measure.results import CONTEXTS, DID_NOT_DRAFT, LONGER
 from spectrain.methods.registry import BASELINE
-from spectrain.planning.cost import Hardware, speedup_by_depth, tau_of_depth
 from spectrain.planning.plan import Machine, Plan
 from spectrain.stores.environment import is_disturbed
 from spectrain.terminal import result_console
 
 MISSING = "–"
+MAX_POSITIONS = 16
 NUMBER = re.compile(rf"[-+]?[\d.]|{MISSING}|did not|$")  # how a cell begins that is no word
 STAGES = ("forward", "draft", "verify", "commit", "other")
 NARROW_TERMINAL = ["method", "answers", "tau", "tokens/s", "speedup", "acceptance", "lossless"]  # fit into 80 columns
@@ -101,14 +99,12 @@ def for_terminal(frame: DataFrame, notes: Sequence[str] = (), dim: str | None = 
     return table
 
 
-def show(parts: Iterable[tuple[str, DataFrame]], columns: int = 100, files: str = "") -> None:
-    """Print titles and tables, `columns` wide where the output is no terminal; then which files were written."""
+def show(parts: Iterable[tuple[str, DataFrame]], columns: int = 100) -> None:
+    """Print titles and tables, `columns` wide where the output is no terminal."""
     console = result_console(columns)
     for title, frame in parts:
         console.print(title, highlight=False, markup=False, soft_wrap=True)
         console.print(for_terminal(frame), "")
-    if files:
-        Console(stderr=True).print(files, style="dim", soft_wrap=True)
 
 
 # A benchmark: `methods` is that of results.json.
@@ -127,6 +123,10 @@ def methods_table(methods: Mapping[str, Mapping]) -> DataFrame:
     return frame.drop(columns="outside forward" if on_gpu else OF_GPU)
 
 
+def speedup_of(one: Mapping) -> str:
+    return one.get("no_speedup") or interval(estimate_of(one, "speedup"), 2)
+
+
 def method_row(name: str, one: Mapping) -> dict[str, str]:
     answered, failed = one.get("questions") or 0, one.get("errors") or 0
     drafted, accepted = number(one.get("drafted")), number(one.get("accepted"))
@@ -137,7 +137,7 @@ def method_row(name: str, one: Mapping) -> dict[str, str]:
         "answers": f"{answered}/{answered + failed}" if failed else str(answered),
         "tau": plus_minus(estimate_of(one, "mean_accepted"), 2),
         "tokens/s": plus_minus(estimate_of(one, "tokens_per_s_micro"), 1),
-        "speedup": one.get("no_speedup") or interval(estimate_of(one, "speedup"), 2),
+        "speedup": speedup_of(one),
         "acceptance": percent(accepted / drafted if drafted and accepted is not None else None),
         "outside forward": percent(None if forward is None else 1.0 - forward),
         "retrieval hits": percent(one.get("retrieval_hit_rate")),
@@ -236,6 +236,15 @@ def sources_table(methods: Mapping[str, Mapping]) -> DataFrame:
     return table_of(rows)
 
 
+def positions_table(methods: Mapping[str, Mapping]) -> DataFrame:
+    """Make a table of the acceptance rate at the first positions of the draft."""
+    rates = {name: (methods[name].get("acceptance_by_position") or [])[:MAX_POSITIONS] for name in ordered(methods)}
+    rows = (
+        {"method": name} | {str(i): fixed(one, 2) for i, one in enumerate(of, 1)} for name, of in rates.items() if of
+    )
+    return table_of(rows)
+
+
 def time_table(methods: Mapping[str, Mapping]) -> DataFrame:
     """Make a table of the share of each stage in the decoding time."""
     timed = [(name, one) for name in ordered(methods) if (one := methods[name].get("time_share"))]
@@ -256,7 +265,7 @@ def categories_table(methods: Mapping[str, Mapping]) -> DataFrame:
     return table_of(rows)
 
 
-# Trainings, and the throughput model.
+# Trainings and their plans.
 
 
 def tau_table(content: Mapping) -> tuple[str, DataFrame]:
@@ -308,18 +317,4 @@ def memory_table(plan: Plan, machine: Machine) -> DataFrame:
     if machine.memory_bytes is not None:
         fits = "" if plan.bytes <= machine.memory_bytes else ": it does not fit"
         rows.append({"memory": "there is", "size": f"{size(machine.memory_bytes)}{fits}"})
-    return table_of(rows)
-
-
-def depth_table(config: Train, hardware: Hardware) -> DataFrame:
-    """Make a table of the speedup that drafters of several depths promise, with their draft lengths."""
-    workload = config.workload
-    rows = []
-    for n_layer, (speedups, lengths) in speedup_by_depth(config, hardware).items():
-        chosen = " (chosen)" if n_layer == config.own.n_layer else ""
-        row = {"blocks": f"{n_layer}{chosen}", "tau of 4": fixed(tau_of_depth(n_layer), 2)}
-        for i, batch in enumerate(workload.batch):
-            for j, context in enumerate(workload.context_tokens):
-                row[f"batch {batch}, {context:,} tokens"] = f"{speedups[i, j]:.2f} ({lengths[i, j]:.0f})"
-        rows.append(row)
     return table_of(rows)

@@ -27,7 +27,6 @@ class Kind:
     about: str = ""  # what it is, as its model card says
     # The methods that method=auto tries with a drafter of this kind, and those that each of them makes superfluous.
     auto: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
-    by_depth: bool = False  # whether the throughput model predicts what its number of blocks gains
     # The module of spectrain.exports whose `write_for_engine` writes what other engines need of an export, in `FOLDER`.
     engine: str | None = None
     # Whether a config.json that other projects write is of a drafter that this kind reads, or refuses by its name.

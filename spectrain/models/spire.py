@@ -39,7 +39,6 @@ KIND = Kind(
     about="A SPIRe drafter: it reads the target's own activations of the text and a sparse window of its KV cache, and "
     "drafts a chain of tokens for the target to verify.",
     auto={"spire_sssd": ("sssd", "logitspec"), "spire": ()},
-    by_depth=True,
     engine="vllm_folder",
 )
 

@@ -14,7 +14,7 @@ import torch
 from spectrain.config.groups import Hardware
 from spectrain.config.training import Train
 from spectrain.models.packages import dtype_of
-from spectrain.planning.cost import fastest_depth, hardware_named, read_hardware
+from spectrain.planning.peaks import hardware_named, read_peaks
 from spectrain.planning.plan import Machine, Outline, Plan, plan_of
 from spectrain.training.sources import contexts_of
 from spectrain.training.strategies import planned_ranks, precision_of, ranks_of_torchrun, uses_gpu
@@ -39,9 +39,6 @@ def settled(config: Train) -> Train:
     trainer.accelerator = "gpu" if elsewhere or uses_gpu(trainer.accelerator) else "cpu"
     trainer.precision = "bf16-mixed" if elsewhere and trainer.precision == "auto" else precision_of(trainer)
     config.target.dtype = dtype_of(vars(config.target), trainer.accelerator == "gpu")
-    if getattr(config.own, "n_layer", None) == "auto":
-        peaks = read_hardware(config.hardware or _here(on_gpu=True), "bf16")  # drafters are made for GPUs
-        config.own.n_layer = fastest_depth(config, peaks)
     n_ranks = planned_ranks(trainer)
     divides = trainer.accumulate_grad_batches is None
     trainer.accumulate_grad_batches = trainer.accumulate_grad_batches or 1
@@ -112,7 +109,7 @@ def _machine(config: Train) -> Machine:
     """Return the hardware of a config, else that of this machine."""
     on_gpu = config.trainer.accelerator == "gpu"
     node = config.hardware or _here(on_gpu)
-    peaks = read_hardware(node, "bf16" if str(config.trainer.precision).startswith("bf16") else "fp32")
+    peaks = read_peaks(node, "bf16" if str(config.trainer.precision).startswith("bf16") else "fp32")
     memory, trainer = node.memory_bytes, config.trainer
     if on_gpu and config.hardware is None and torch.cuda.is_available():
         memory = torch.cuda.get_device_properties(0).total_memory

@@ -21,7 +21,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 
-from spectrain.planning.cost import Hardware
+from spectrain.planning.peaks import Peaks
 
 aten = torch.ops.aten
 PRODUCTS = {F.linear, torch.matmul, Tensor.matmul, Tensor.__matmul__}
@@ -50,9 +50,9 @@ class StepCost:
     flops: np.ndarray  # [operations]
     moved_bytes: np.ndarray  # [operations] read and written
 
-    def seconds(self, hardware: Hardware) -> float:
+    def seconds(self, peaks: Peaks) -> float:
         """Predict its time: of each operation the longer one of computing and reading."""
-        return float(hardware.cost(self.flops, self.moved_bytes).sum() / hardware.flops_per_s)
+        return float(np.maximum(self.flops / peaks.flops_per_s, self.moved_bytes / peaks.bytes_per_s).sum())
 
 
 def cost_of(step: Callable[[], Tensor], half: bool) -> StepCost:

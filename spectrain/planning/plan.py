@@ -1,4 +1,4 @@
-"""Predict what a training takes before any weight is loaded: memory, disk, hours, and the speedup to expect.
+"""Predict what a training takes before any weight is loaded: memory, disk and hours.
 
     python -m spectrain.train +exp=spire target=<folder or hub id> hardware=h100 trainer.devices=8 plan=true
 
@@ -16,16 +16,18 @@ from pathlib import Path
 
 import torch
 from torch import nn
+from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from spectrain.config import Target
 from spectrain.config.training import Train
 from spectrain.errors import UserError
 from spectrain.models.kinds import drafters
-from spectrain.planning.cost import Hardware, empty_model
+from spectrain.models.packages import target_path
 from spectrain.planning.dry_step import StepCost, cost_of
+from spectrain.planning.peaks import Peaks
 from spectrain.target import TargetModel
 from spectrain.target.device import PLANNED
-from spectrain.target.loading import DTYPES
+from spectrain.target.loading import DTYPES, first_line, load_config
 from spectrain.training.base import Experiment, Training, experiment_type, open_experiment
 from spectrain.training.data import RowBatch
 from spectrain.training.optim import is_matrix
@@ -41,7 +43,7 @@ FSDP = "fsdp"  # beside the stages of ZeRO
 class Machine:
     """The hardware that a training runs on; conf/hardware/ has its numbers and their sources."""
 
-    peaks: Hardware  # in the precision of the products
+    peaks: Peaks  # in the precision of the products
     memory_bytes: float | None  # of a rank; None: not known
     training_share: float = 1.0  # of the peaks, that kernels of a training reach
     link_bytes_per_s: float | None = None  # of a rank, to the others; None: they share a memory
@@ -221,6 +223,22 @@ def meta_target(options: Target) -> TargetModel:
     model = empty_model(options.path, dtype=DTYPES[options.dtype])
     with torch.device("meta"):
         return TargetModel(model.eval().requires_grad_(False), engine=options.engine)
+
+
+def empty_model(name: str, **options: object) -> PreTrainedModel:
+    """Return a Hugging Face causal LM without memory, from its config alone.
+
+    Raises:
+        UserError: there is no such config.
+    """
+    path = target_path(name)
+    config = load_config(path, "target")
+    try:
+        with torch.device("meta"):
+            return AutoModelForCausalLM.from_config(config, trust_remote_code=False, **options)
+    except Exception as error:  # transformers raises types of its own here
+        why = first_line(error)[:160]
+        raise UserError(f"transformers makes no model of the config of {path} ({why}); give another target") from error
 
 
 def _all_reduced(n_bytes: float, n_ranks: int) -> float:

@@ -13,7 +13,7 @@ import time
 from collections import Counter
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Protocol
+from typing import Any
 
 from spectrain.decoding import Generation, Request, Sampling
 from spectrain.errors import UserError
@@ -42,26 +42,6 @@ class Limits:
     timeout_s: float = 600.0  # of a request
 
 
-class OpenRequest(Protocol):
-    """A request that has not ended."""
-
-    client: str
-    method: str
-    n_running: int  # choices that the engine has
-    n_unread: int  # bytes that the client has not taken
-    took_s: float  # when it took some, or there were none
-
-    @property
-    def n_waiting(self) -> int:
-        """Choices that no engine has yet."""
-
-    def submit(self) -> None:
-        """Hand the next choice to the worker."""
-
-    def give_up(self) -> None:
-        """Disconnect the client."""
-
-
 @dataclass
 class Service:
     """Everything that requests share."""
@@ -73,7 +53,7 @@ class Service:
     limits: Limits
     traffic: TrafficLog | None = None
     is_closing: bool = False
-    open: list[OpenRequest] = field(default_factory=list)  # the oldest first
+    open: list[Any] = field(default_factory=list)  # the `Exchange` of each request that has not ended, oldest first
     created: int = field(default_factory=lambda: int(time.time()))
     _joining: asyncio.Task | None = None
 

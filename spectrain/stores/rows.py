@@ -61,16 +61,6 @@ LABEL_COLUMNS = Features(
     }
 )
 
-STATE_COLUMNS = Features(
-    LABEL_COLUMNS
-    | {
-        # [draws][positions of the response]: where the mixed text has its draft, and so a state and a loss
-        "drafted": List(List(Value("bool"))),
-        # [draws][states x D] of the drafter after reading the drafts of the mixed text, one after the other
-        "states": List(List(Value("float16"))),
-    }
-)
-
 
 @dataclass(frozen=True, kw_only=True)
 class ResponseManifest:
@@ -101,7 +91,7 @@ class AcceptanceManifest:
     rollout_tokens: int | None  # of a SPIRe drafter's blocks; None: an ordinary draft model
     sampling: dict[str, float | int]  # by which p and q are warped; fields of Sampling
     draws: int  # drafts per position
-    mixing_share: float | None = None  # of the mixed texts whose states are kept; None: no states are
+    mixing_share: float | None = None  # of stores of earlier versions that also hold states, which nothing reads now
     responses: str  # name of the store they stand beside
     config: dict  # the options by which it was made
     counts: dict[str, Count | float | None]  # rows, positions with a draft, tokens, mean_label, below_half
@@ -128,7 +118,7 @@ class ResponseStore:
 
 @dataclass(frozen=True)
 class AcceptanceStore:
-    """An open store. `rows` is memory-mapped, in the order of the responses, with LABEL_COLUMNS or STATE_COLUMNS."""
+    """An open store. `rows` is memory-mapped, in the order of the responses, with LABEL_COLUMNS."""
 
     folder: Path
     manifest: AcceptanceManifest
@@ -221,11 +211,6 @@ def save_rows(folder: Path, rows: Dataset, manifest: object | None = None, repla
             write_manifest(temporary, manifest)
 
     write_folder(folder, write, replace)
-
-
-def label_columns(manifest: AcceptanceManifest) -> Features:
-    """Return the columns of a store."""
-    return LABEL_COLUMNS if manifest.mixing_share is None else STATE_COLUMNS
 
 
 def open_rows(kind: StoreKind[M], folder: Path) -> tuple[M, Dataset]:

@@ -13,7 +13,6 @@ from dataclasses import dataclass
 from itertools import islice
 
 import numpy as np
-import pyarrow
 import torch
 import torch.nn.functional as F
 from datasets import Dataset
@@ -70,8 +69,6 @@ class TextBatch:
     n_tokens: int  # without padding
     drafts: Tensor | None = None  # [B, K, L] int64, where they were stored
     labels: Tensor | None = None  # [B, K, L] float32
-    drafted: Tensor | None = None  # [B, K, L] bool: where `states` are
-    states: list[Tensor] | None = None  # K times [M D] float16 of the drafter there, row by row
 
 
 @dataclass(frozen=True)
@@ -175,8 +172,6 @@ class TextRow:
     response: np.ndarray  # [R] int32
     drafts: np.ndarray | None = None  # [K, R] int32
     labels: np.ndarray | None = None  # [K, R] float32
-    drafted: np.ndarray | None = None  # [K, R] bool
-    states: Sequence[np.ndarray] = ()  # K times [M D] float16, memory-mapped
 
     def __len__(self) -> int:
         return len(self.prompt) + len(self.response)
@@ -187,23 +182,13 @@ def text_rows(rows: Dataset, row_tokens: int) -> list[TextRow]:
 
     Responses end where a row has `row_tokens` tokens.
     """
-    stored = [name for name in ("drafts", "labels", "drafted") if name in rows.column_names]
-    states = rows.data.column("states") if "states" in rows.column_names else None
+    stored = [name for name in ("drafts", "labels") if name in rows.column_names]
     found = []
     for number, values in enumerate(rows.with_format("numpy", columns=["prompt", "response", *stored])):
         prompt, kept = values["prompt"], max(0, row_tokens - len(values["prompt"]))
         labelled = [np.stack(list(values[name]))[:, :kept] for name in stored]
-        by_draw = zip(states[number].values, values["drafted"], labelled[-1], strict=True) if states is not None else ()
-        found.append(
-            TextRow(number, prompt, values["response"][:kept], *labelled, states=[_cut(*one) for one in by_draw])
-        )
+        found.append(TextRow(number, prompt, values["response"][:kept], *labelled))
     return found
-
-
-def _cut(states: pyarrow.ListScalar, drafted: np.ndarray, kept: np.ndarray) -> np.ndarray:
-    """The states of a row, a memory-mapped list, up to the end of the drafts that are `kept` of those `drafted`."""
-    numbers, n_drafts = states.values.to_numpy(), int(drafted.sum())
-    return numbers[: len(numbers) // max(1, n_drafts) * int(kept.sum())]
 
 
 @dataclass(frozen=True)
@@ -231,19 +216,12 @@ class TextRows:
         if rows[0].drafts is not None:
             shape = len(rows), len(rows[0].drafts), tokens.shape[1]
             batch.drafts, batch.labels = torch.zeros(shape, dtype=torch.int64), torch.zeros(shape)
-        if rows[0].drafted is not None:
-            batch.drafted = torch.zeros(shape, dtype=torch.bool)
         for i, row in enumerate(rows):
             response = slice(len(row.prompt), len(row))
             batch.is_response[i, response] = places[i] >= 0  # a row that is not counted has no response
             if row.drafts is not None:
                 batch.drafts[i, :, response] = torch.from_numpy(row.drafts)
                 batch.labels[i, :, response] = torch.from_numpy(row.labels)
-            if row.drafted is not None:
-                batch.drafted[i, :, response] = torch.from_numpy(row.drafted) & (places[i] >= 0)
-        if batch.drafted is not None:
-            by_draw = zip(*[row.states for row, place in zip(rows, places, strict=True) if place >= 0], strict=True)
-            batch.states = [torch.from_numpy(np.concatenate(states)) for states in by_draw]
         return batch
 
 

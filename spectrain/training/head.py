@@ -38,8 +38,7 @@ class HeadTraining(Training):
 
     Offline, drafts and labels were stored, and a batch costs one forward pass of the drafter. Online the target runs
     too, and drafts are drawn and labelled on the fly. Token mixing is drawn anew in every epoch, from each row's own
-    generator, which `seed` determines. Where the drafter's states on mixed texts were stored, too, no model runs, and
-    the mixing is the stored one. The target is frozen, too: it is also read for what the drafter captures of it.
+    generator, which `seed` determines. The target is frozen, too: it is also read for what the drafter captures of it.
     """
 
     def __init__(
@@ -57,11 +56,6 @@ class HeadTraining(Training):
     @torch.no_grad()
     def examples(self, batch: TextBatch, epoch: int) -> tuple[Tensor, Tensor]:
         """States [M, D] of this epoch's drafted tokens, as decoding would compute them, and labels [M] float32."""
-        if batch.states is not None:
-            draw = epoch % batch.drafts.shape[1]
-            drafted, width = batch.drafted[:, draw], self.states.hidden_size
-            states = batch.states[draw] if batch.states else batch.labels.new_empty(0)  # no row counts
-            return states.view(-1, width).float(), batch.labels[:, draw][drafted]
         n_tokens = batch.tokens.shape[1]
         generators = [row_generator(self.seed + 1 + epoch, number) for number in batch.numbers]
         # Two numbers per position, side by side, so that padding changes no row's numbers.
@@ -125,7 +119,7 @@ class HeadExperiment(Experiment):
             "warping": facts.sampling.describe(),
         }
         if isinstance(store, AcceptanceStore):
-            source["states"] = store.manifest.mixing_share  # of what they are, or None
+            source["states"] = None  # as runs of earlier versions note it
         module = HeadTraining(facts, states, self.target, self.own.optimizer, self.config.seed)
         return Parts(module, self.rows(store), source)
 

@@ -89,10 +89,8 @@ def of_wandb(trainer: Trainer) -> list[WandbLogger]:
     return [logger for logger in trainer.loggers if isinstance(logger, WandbLogger) and trainer.is_global_zero]
 
 
-def publish(
-    trainer: Trainer, run: RunFolder, result: Mapping, out: Path, kind: str, pictures: Mapping[str, Path]
-) -> None:
-    """Put what was measured, pictures (PNG files by name) and the exported folder into the W&B run, if there is one.
+def publish(trainer: Trainer, run: RunFolder, result: Mapping, out: Path, kind: str) -> None:
+    """Put what was measured, and the exported folder, into the W&B run, if there is one.
 
     `kind` is what the folder holds: drafter, head or target.
     """
@@ -100,8 +98,6 @@ def publish(
         import wandb
 
         logger.log_metrics(measured(result), step=trainer.global_step - 1)  # the number of the last step
-        for name, file in pictures.items():
-            logger.log_image(name, [str(file)])
         manifest = out / MANIFEST
         metadata = read_json(manifest) if manifest.is_file() else {}
         artifact = wandb.Artifact(plain_name(run.name), type=kind, metadata=metadata)

@@ -52,6 +52,8 @@ NOT_HASHED_OF = {
     "target": ("device", "parallel", "tp"),
     "data": ("address", "timeout_s"),
 }
+# An option of earlier versions, at the value that it had: runs are still named as if it were there.
+EARLIER = {"workload": {"batch": [1, 8], "context_tokens": [1024, 8192]}}
 # Options that came later, with the values by which runs of earlier versions were made: at them they are not hashed.
 LATER = {"shifted_blocks": True, "own_key": True, "max_length": None, "optimizer": {"final_share": 0.0}}
 
@@ -320,6 +322,7 @@ def plain_name(name: str) -> str:
 def hashed(config: Mapping) -> dict:
     """Return the options that what is trained depends on."""
     kept = {key: value for key, value in config.items() if key not in NOT_HASHED}
+    kept = EARLIER | kept if "trainer" in config else kept
     for name, left_out in NOT_HASHED_OF.items() if "trainer" in config else ():  # a measurement stays where it began
         if isinstance(node := kept.get(name), Mapping):
             if name == "trainer" and "deepspeed" not in str(node.get("strategy")):  # others share their checkpoints

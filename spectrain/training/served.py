@@ -7,11 +7,9 @@ The server keeps nothing between two requests: a training, which owns the order 
 its own target would say of them. So a restart of either side can neither lose nor double a row. After the challenges of
 `multiprocessing.connection`, by which both sides prove the key, messages are JSON objects and raw values, no pickles:
 
-    server: {"version", "target", "target_fingerprint", .., "memory": [pid, file, nonce]}    or {"busy": sentence}
-    client: {"shape": [B, L], "layers": [6, 7], "packed": false, "mapped": true}     tokens [B, L] int32 (and starts)
+    server: {"version", "target", "target_fingerprint", ..}    or {"busy": sentence}
+    client: {"shape": [B, L], "layers": [6, 7], "packed": false}    tokens [B, L] int32 (and starts)
     server: {}    captured [B, L, C, D] bfloat16 and final_hidden [B, L, D] bfloat16      or {"error": sentence}
-
-A client that can open the server's memory file is on the same machine, and reads the values there.
 
 `features` is all that a training calls, so that an engine can stand behind it: `served_vllm` asks a vLLM.
 """
@@ -29,7 +27,6 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from io import FileIO
 from multiprocessing import AuthenticationError
 from multiprocessing.connection import Connection, answer_challenge, deliver_challenge
 from typing import TypeVar
@@ -46,7 +43,7 @@ log = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
-VERSION = 1
+VERSION = 2
 KEY = "SPECTRAIN_KEY"
 HEADER_BYTES = 1 << 14  # the most of a JSON object
 PIECE_BYTES = 1 << 20  # of values in one message
@@ -87,24 +84,21 @@ def send_object(connection: Connection, values: Mapping) -> None:
     connection.send_bytes(json.dumps(values).encode())
 
 
-def send_values(connection: Connection, values: Tensor, memory: FileIO | None = None) -> None:
-    """Send a contiguous tensor of the CPU, or write it into memory that the other side reads."""
-    for start, piece in _pieces(values):
-        connection.send_bytes(piece) if memory is None else os.pwrite(memory.fileno(), piece, start)
+def send_values(connection: Connection, values: Tensor) -> None:
+    """Send a contiguous tensor of the CPU."""
+    for piece in _pieces(values):
+        connection.send_bytes(piece)
 
 
-def read_values(connection: Connection, out: Tensor, memory: FileIO | None = None) -> None:
+def read_values(connection: Connection, out: Tensor) -> None:
     """Fill a contiguous tensor of the CPU. Raises ValueError or OSError where other sizes arrive."""
-    for start, piece in _pieces(out):
-        if memory is None:
-            piece[:] = connection.recv_bytes(PIECE_BYTES)
-        elif os.preadv(memory.fileno(), [piece], start) < len(piece):
-            raise EOFError
+    for piece in _pieces(out):
+        piece[:] = connection.recv_bytes(PIECE_BYTES)
 
 
-def _pieces(values: Tensor) -> list[tuple[int, memoryview]]:
+def _pieces(values: Tensor) -> list[memoryview]:
     data = values.view(-1).view(torch.uint8).numpy().data
-    return [(start, data[start : start + PIECE_BYTES]) for start in range(0, len(data), PIECE_BYTES)]
+    return [data[start : start + PIECE_BYTES] for start in range(0, len(data), PIECE_BYTES)]
 
 
 @dataclass
@@ -171,7 +165,7 @@ class HiddenStates:
     timeout_s: float  # without an answer, until `features` gives up
     pinned: bool = False  # states lie in pinned memory, so that a GPU fetches them beside its work
     facts: dict = field(default_factory=dict)  # of the server, as it sends them
-    _idle: list[tuple[Connection, FileIO | None]] = field(default_factory=list)  # with the server's memory
+    _idle: list[Connection] = field(default_factory=list)
     _lock: threading.Lock = field(default_factory=threading.Lock)
 
     def __post_init__(self) -> None:
@@ -197,11 +191,10 @@ class HiddenStates:
     def _ask(self, sent: Sequence[Tensor], layers: list[int]) -> tuple[Tensor, Tensor]:
         """Return captured and final states of rows, on a connection that is idle or new."""
         with self._lock:
-            connected = self._idle.pop() if self._idle else None
-        connection, memory = connected or self._connected()
+            connection = self._idle.pop() if self._idle else None
+        connection = connection or self._connected()
         shape, width = list(sent[0].shape), self.facts["hidden_size"]
-        asked = {"shape": shape, "layers": layers, "packed": len(sent) > 1, "mapped": memory is not None}
-        send_object(connection, asked)
+        send_object(connection, {"shape": shape, "layers": layers, "packed": len(sent) > 1})
         for values in sent:
             send_values(connection, values.contiguous())
         answer = json.loads(connection.recv_bytes(HEADER_BYTES))
@@ -209,14 +202,14 @@ class HiddenStates:
             raise UserError(f"the server at {self.address} refuses rows: {answer['error']}")
         sizes = [sent[0].numel() * width * n for n in (len(layers), 1)]
         states = torch.empty(sum(sizes), dtype=torch.bfloat16, pin_memory=self.pinned)
-        read_values(connection, states, memory)
+        read_values(connection, states)
         with self._lock:
-            self._idle.append((connection, memory))
+            self._idle.append(connection)
         captured, final = states.split(sizes)
         return captured.view(*shape, len(layers), width), final.view(*shape, width)
 
-    def _connected(self) -> tuple[Connection, FileIO | None]:
-        """Return a new connection, with the server's memory where it is on this machine."""
+    def _connected(self) -> Connection:
+        """Return a new connection, whose server has proven the key."""
         connected = socket.create_connection(address_of("data.address", self.address), CONNECT_S)
         connection = opened(connected, self.timeout_s)
         try:
@@ -237,17 +230,8 @@ class HiddenStates:
             raise UserError(f"the server at {self.address} is of another version of spectrain; use the same one")
         if self.facts and self.facts["target_fingerprint"] != facts["target_fingerprint"]:
             raise UserError(f"the server at {self.address} now has another target, {facts['target']}; start the former")
-        memory, self.facts = _mapped(*facts.pop("memory")), facts
-        return connection, memory
-
-
-def _mapped(pid: int, number: int, nonce: str) -> FileIO | None:
-    """Return the server's memory file, opened; None: the server is on another machine, or hides it."""
-    try:
-        found = FileIO(f"/proc/{pid}/fd/{number}", opener=lambda path, flags: os.open(path, flags | os.O_NONBLOCK))
-        return found if os.pread(found.fileno(), HEADER_BYTES, 0) == bytes.fromhex(nonce) else None
-    except OSError:
-        return None
+        self.facts = facts
+        return connection
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -142,12 +142,6 @@ class Offline(config_training.Offline):
                 f"data.path={store.folder} was labelled for {made.describe()}, not for {wanted.describe()}; remove "
                 "sampling=, or label anew with python -m data_prep.acceptance"
             )
-        kept, share = store.manifest.mixing_share, config.own.mixing_share
-        if kept is not None and kept != share:
-            raise UserError(
-                f"data.path={store.folder} holds states of texts with mixing_share={kept:g}, not {share:g}; give "
-                f"mixing_share={kept:g}, or label anew with data_prep.acceptance"
-            )
         return store
 
 

@@ -23,7 +23,7 @@ from spectrain.methods.autoregressive import Autoregressive
 from spectrain.methods.specdecpp import open_drafter
 from spectrain.models.draft_states import ModelStates
 from spectrain.models.labelled_texts import label_texts
-from spectrain.stores.rows import LABEL_COLUMNS, STATE_COLUMNS, open_acceptance
+from spectrain.stores.rows import LABEL_COLUMNS, open_acceptance
 from spectrain.target import TargetModel, fingerprint, load_target
 from tests.conftest import noisy_copy, random_prompts, tiny_model
 from tests.data_prep.conftest import (
@@ -132,46 +132,10 @@ def test_each_row_is_what_is_labelled_alone(label, asked, made, ready, kind):
     assert [path.name for path in Path().iterdir()] == ["a"]
 
 
-@pytest.mark.parametrize("kind", ["draft", "spire"])
-def test_states_are_those_of_reading_the_mixed_text(label, asked, made, ready, kind):
-    """Of each draw another mixed text; drafts and labels are those of a store without states."""
-    arguments = [*asked, f"drafter={ready / kind}", "rollout_tokens=5"]
-    assert label(*arguments, "out=plain")[0] == 0
-    code, out, err = label(*arguments, "mixing_share=0.4", "out=a")
-    assert code == 0, err
-    assert "on texts with mixing_share=0.4" in out
-    store, plain = open_acceptance("a"), open_acceptance("plain")
-    assert store.rows.features == STATE_COLUMNS
-    assert store.manifest.mixing_share == 0.4
-    for name in LABEL_COLUMNS:
-        assert store.rows[name][:] == plain.rows[name][:]
-    target = load_target(made / "target", device="cpu")
-    states = open_drafter(target, "vanilla" if kind == "draft" else "spire", str(ready / kind), 5).states
-    target, n_drafts, n_mixed = target.with_capture(states.capture_layers), 0, []
-    for row in store.rows:
-        response = slice(len(row["prompt"]), None)
-        text = torch.tensor([row["prompt"] + row["response"]])
-        captured = target.features(text).captured if states.capture_layers else None
-        for drafted, kept, drafts, q in zip(*(row[name] for name in ("drafted", "states", "drafts", "q")), strict=True):
-            drafted, has_draft = torch.tensor(drafted, dtype=torch.bool), torch.tensor(q) > 0
-            assert not (drafted & ~has_draft).any()
-            mixed = text.clone()
-            mixed[0, response][drafted] = torch.tensor(drafts, dtype=torch.int64)[drafted]
-            expected = states.hidden(mixed, captured)[0, response][drafted]
-            torch.testing.assert_close(torch.tensor(kept).view(expected.shape), expected, atol=2e-3, rtol=2e-3)
-            n_drafts += int(has_draft.sum())
-            n_mixed.append(drafted)
-    assert n_drafts * 0.45 < sum(map(torch.sum, n_mixed)) < n_drafts * 0.75
-    assert any(not torch.equal(*both) for both in zip(n_mixed[::2], n_mixed[1::2], strict=True))
-
-
-@pytest.mark.parametrize("more", [[], ["mixing_share=0.3"]])
-def test_rows_depend_neither_on_batches_nor_on_parts(label, asked, more):
-    asked = [*asked, *more]
+def test_rows_depend_neither_on_batches_nor_on_parts(label, asked):
     assert label(*asked, "out=a")[0] == 0
     assert label(*asked, "out=b", "batch_tokens=4096", "part_rows=256")[0] == 0
     assert same_rows(open_acceptance("a"), open_acceptance("b"))
-    assert ("states" in open_acceptance("a").rows.column_names) == bool(more)
     assert label(*asked, "out=c", "seed=1")[0] == 0
     assert not same_rows(open_acceptance("a"), open_acceptance("c"))
 
@@ -233,15 +197,6 @@ def test_a_cut_build_goes_on_to_the_same_bytes(label, asked, monkeypatch):
     assert "2 of 5 parts are labelled already" in err
     assert contents("cut") == contents("whole")
     assert sorted(os.listdir()) == ["cut", "whole"]
-
-
-def test_states_that_float16_cannot_hold_are_said_and_leave_nothing(label, asked, monkeypatch):
-    hidden = ModelStates.hidden
-    monkeypatch.setattr(ModelStates, "hidden", lambda *arguments: 1e6 * hidden(*arguments))
-    code, _, err = label(*asked, "mixing_share=0.3", "out=a")
-    assert code == 2
-    assert "a state of the drafter does not fit float16; leave mixing_share out" in err
-    assert not list(Path().iterdir())
 
 
 def make_strangers(folder: Path, ready: Path, tokenizer: Path) -> None:

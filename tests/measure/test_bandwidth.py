@@ -11,7 +11,7 @@ from spectrain.measure.results import QuestionRow
 from spectrain.methods.auto import Auto
 from spectrain.methods.pld import PromptLookup
 from spectrain.methods.speculative import Speculative
-from spectrain.planning.cost import hardware_named
+from spectrain.planning.peaks import hardware_named
 from spectrain.target import TargetModel
 from spectrain.target.weights import Int8Linear
 from tests.conftest import tiny_model

@@ -18,6 +18,7 @@ from spectrain.measure.tables import (
     interval,
     methods_table,
     plus_minus,
+    positions_table,
     terminal_table,
     terminal_tables,
 )
@@ -42,7 +43,7 @@ RESULTS = {
     "sampling": {"temperature": 0.0},
     "command": "python -m spectrain.bench methods=[pld,rest]",
     "methods": {
-        "autoregressive": method(1.0, drafted=0, accepted=0, acceptance_by_source={}),
+        "autoregressive": method(1.0, drafted=0, accepted=0, acceptance_by_source={}, acceptance_by_position=[]),
         "pld": method(1.5),
         "rest": method(1.25, lossless=False, greedy_mismatches=3, errors=1),
     },
@@ -75,7 +76,10 @@ def test_a_benchmark_is_one_page_that_loads_nothing(tmp_path):
     assert page.loaded == []
     assert "url(http" not in html
     assert "script" not in page.tags
-    assert page.tags.count("svg") == 2
+    assert re.findall(r'<dt>(\w+)</dt><dd><span style="width: ([\d.]+)%">', html) == [
+        *(("pld", "70.0"), ("rest", "58.3"), ("autoregressive", "46.7"))
+    ]
+    assert [*positions_table(RESULTS["methods"]).iloc[0]] == ["pld", "0.90", "0.50"]
     for words in (
         "The fastest method was pld: 1.50 [1.25, 1.75] times plain decoding, tau 2.50.",
         "rest wrote another text than plain decoding for 3 questions.",
@@ -108,7 +112,7 @@ def test_what_did_not_draft_has_no_speedup_on_terminal_and_page(tmp_path):
     methods = {**RESULTS["methods"], "pld": IDLE, "spire": IDLE}
     write_report(tmp_path / "report.html", RESULTS | {"methods": methods}, ROWS)
     page = Page((tmp_path / "report.html").read_text())
-    assert page.texts.count("did not draft") == 2 + 2  # in the table and the figure
+    assert page.texts.count("did not draft") == 2 + 2  # in the table and behind the bars
     assert "The fastest method was rest" in page.text
     assert "fewer than 5 % of their steps, so they have no speedup: pld, spire." in page.text
     assert "did not draft" in methods_table(methods).to_numpy()

@@ -1,4 +1,4 @@
-"""Plans of trainings: counted steps, bytes by hand, steps, depth, and the options that a run keeps."""
+"""Plans of trainings: counted steps, bytes by hand, steps, and the options that a run keeps."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ from spectrain.config import options_of
 from spectrain.config.training import Train
 from spectrain.data.texts import train_tokenizer
 from spectrain.errors import UserError
-from spectrain.planning.cost import Hardware, fastest_depth, tau_of_depth
 from spectrain.planning.defaults import peak_tokens_per_s, plan_for, settled
 from spectrain.planning.dry_step import StepCost, cost_of
+from spectrain.planning.peaks import Peaks
 from spectrain.planning.plan import Machine, Outline, plan_of
 from spectrain.target import load_target
 from spectrain.train import main as train
@@ -33,7 +33,7 @@ from spectrain.training.sources import Online
 from tests.conftest import tiny_model
 from tests.training.trainers import config_of
 
-PEAKS = Hardware("a machine", 10.0, 2, flops_per_s=1e9)  # 1e8 bytes/s
+PEAKS = Peaks("a machine", 1e9, 1e8)
 
 
 SHAPES = {"8B": (4096, 14336, 32, 32), "70B": (8192, 28672, 80, 64)}
@@ -113,7 +113,7 @@ def test_the_page_s_table_is_what_the_plan_says_today(name, n_gpus, tmp_path):
     options = ["recipe=llama_8b", "hardware=h100", "trainer.devices=8", "plan=true", f"target.path={tmp_path}"]
     options += ["trainer.num_nodes=8", "data.batch_size=1024"] if n_gpus == 64 else []
     if name == "70B":
-        options += ["n_layer=auto", "trainer=deepspeed_zero2", "target.parallel=tp"]
+        options += ["n_layer=4", "trainer=deepspeed_zero2", "target.parallel=tp"]
         options += ["target.tp=8"] if n_gpus == 64 else []
     plan, _ = plan_for(config_of("+exp=spire", *options))
     found = {what: f"{size / 2**30:.2f} GiB" for what, size in plan.memory.items()}
@@ -165,7 +165,7 @@ def test_the_peak_in_tokens_per_second_is_that_of_all_ranks(tiny):
 
 def test_a_target_that_is_made_at_first_use_is_made_with_numbers(tiny, monkeypatch):
     asked = []
-    monkeypatch.setattr("spectrain.planning.cost.target_path", lambda name: asked.append(torch.ones(1)) or name)
+    monkeypatch.setattr("spectrain.planning.plan.target_path", lambda name: asked.append(torch.ones(1)) or name)
     Outline.of(config_of("+exp=spire", f"target.path={tiny}", "data.row_tokens=32", "window_tokens=8"))
     assert [one.is_meta for one in asked] == [False]
 
@@ -218,15 +218,6 @@ def test_rows_of_a_step_are_divided_until_they_fit(tiny):
     assert (divided.data.batch_size, divided.trainer.accumulate_grad_batches) == (4, 2)
     asked = config_of(*options, *hardware, f"hardware.memory_bytes={memory}", "trainer.accumulate_grad_batches=1")
     assert asked.data.batch_size == 8
-
-
-def test_the_fastest_depth_is_that_of_the_throughput_model():
-    assert [round(tau_of_depth(n), 2) for n in (1, 2, 4)] == [2.21, 2.55, 2.88]  # docs/results/depth.json
-    config = config_of("+exp=spire", "workload.batch=[64]", "workload.context_tokens=[1024]")
-    config.own.n_layer = "auto"
-    computes = Hardware("no time to read", 1e-9, 2, flops_per_s=1e12)  # each block of the drafter costs its products
-    reads = Hardware("no time to compute", 1e9, 2, flops_per_s=1e12)  # the target's cache of long texts costs most
-    assert (fastest_depth(config, computes), fastest_depth(config, reads)) == (1, 4)
 
 
 def test_a_run_is_named_by_what_was_asked_and_goes_on_as_it_began(tmp_path, monkeypatch):

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from tests import ranks
-from tests.conftest import FIT_TOKENS, SMALL_TRAINING, small_picture, write_target_and_corpus
+from tests.conftest import FIT_TOKENS, SMALL_TRAINING, write_target_and_corpus
 from tests.support import forks
 
 COMMANDS = {
@@ -64,11 +64,11 @@ def run(arguments: tuple[str, ...], folder: Path, limit_s: float = LIMIT_S) -> O
 
 def main() -> None:
     """Run a command in this process."""
-    from spectrain import cli, train
+    from spectrain import cli
     from spectrain.training import spire
 
     sys.stdout.reconfigure(line_buffering=True)
-    spire.FIT_TOKENS, train.write_png = FIT_TOKENS, small_picture
+    spire.FIT_TOKENS = FIT_TOKENS
     del sys.argv[0]
     cli.run(sys.argv[0])
 

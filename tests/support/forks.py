@@ -27,7 +27,7 @@ PYTHON = "FORKING_PYTHON"  # the variable that names the executable
 IMPORTED = (
     *(f"spectrain.{name}" for name in ("train", "generate", "bench", "export", "report")),
     *(f"data_prep.{name}" for name in ("responses", "activations", "acceptance", "datastore", "target")),
-    *("deepspeed", "matplotlib.backends.backend_agg", "pytest", "torch.distributed.run", "torch.distributed.fsdp"),
+    *("deepspeed", "pytest", "torch.distributed.run", "torch.distributed.fsdp"),
     *("transformers.models.llama.modeling_llama", "PIL.Image", "filelock"),
 )
 

@@ -29,7 +29,7 @@ def without_key(monkeypatch):
 
 
 def test_a_run_of_wandb_gets_what_the_csv_holds_and_the_drafter(run, small, without_key, monkeypatch):  # noqa: F811
-    begun, logged, pictures, artifacts = [], {}, [], []
+    begun, logged, artifacts = [], {}, []
     begin, log = WandbLogger.__init__, WandbLogger.log_metrics
 
     def noted(logger, **options):
@@ -42,7 +42,6 @@ def test_a_run_of_wandb_gets_what_the_csv_holds_and_the_drafter(run, small, with
 
     monkeypatch.setattr(WandbLogger, "__init__", noted)
     monkeypatch.setattr(WandbLogger, "log_metrics", log_noted)
-    monkeypatch.setattr(WandbLogger, "log_image", lambda logger, name, files: pictures.append((name, *files)))
     monkeypatch.setattr(without_key.Run, "log_artifact", lambda run, artifact: artifacts.append(artifact))
     options = ["logger=wandb", "logger.tags=[a,b]", "logger.group=g", "logger.name=n", "trainer.log_every_n_steps=2"]
     code, _, err = run("train", "+exp=spire", *small, *options, "run_dir=r", "out=made")
@@ -60,8 +59,6 @@ def test_a_run_of_wandb_gets_what_the_csv_holds_and_the_drafter(run, small, with
     assert (drafter.type, drafter.metadata) == ("drafter", json.loads(Path("made/spectrain.json").read_text()))
     files = [file for file in Path("made").rglob("*") if file.is_file()]
     assert set(drafter.manifest.entries) == {str(file.relative_to("made")) for file in files}
-    assert [name for name, _ in pictures] == ["plots/curve", "plots/acceptance"]
-    assert all(Path(file).is_file() for _, file in pictures)
     told = {"project": "spectrain", "group": "g", "name": "n", "tags": ["a", "b"]}
     told["config"] = OmegaConf.to_container(OmegaConf.load("r/config.yaml"))
     assert {name: begun[0][name] for name in told} == told

@@ -96,6 +96,9 @@ def test_options_that_came_later_leave_runs_of_earlier_versions_as_they_were(tmp
     before = {key: value for key, value in plain(now).items() if key not in ("shifted_blocks", "own_key")}
     before["optimizer"] = {key: value for key, value in before["optimizer"].items() if key != "final_share"}
     assert RunFolder.path_of(before) == RunFolder.path_of(now)
+    before["workload"] = {"batch": [1, 8], "context_tokens": [1024, 8192]}  # which runs of earlier versions had
+    assert RunFolder.path_of(before) == RunFolder.path_of(now)
+    assert RunFolder.path_of(before | {"workload": {"batch": [2]}}) != RunFolder.path_of(now)
     for changed in ("optimizer.final_share=0.1", "shifted_blocks=false", "own_key=false"):
         assert RunFolder.path_of(config_of("+exp=spire", changed)) != RunFolder.path_of(now)
     place = str(tmp_path / "run")
@@ -111,7 +114,7 @@ def test_the_config_of_an_earlier_version_lacks_options_and_has_others(tmp_path)
     run.begin()
     earlier = plain(run.config) | {"gone": 1}
     earlier["tau"] |= {"gone": 2}
-    del earlier["trainer"]["compile"], earlier["workload"], earlier["optimizer"]["final_share"]
+    del earlier["trainer"]["compile"], earlier["optimizer"]["final_share"]
     OmegaConf.save(OmegaConf.create(earlier), run.path / "config.yaml")
     assert RunFolder.open(run.path).config == run.config
 

@@ -70,15 +70,11 @@ def same(found, wanted) -> bool:
     return all(map(torch.equal, (found.captured, found.final_hidden), wanted))
 
 
-@pytest.mark.parametrize("mapped", [True, False])
-def test_answers_are_what_a_store_holds_bit_for_bit(tmp_path, target, mapped, monkeypatch):
+def test_answers_are_what_a_store_holds_bit_for_bit(tmp_path, target, monkeypatch):
     monkeypatch.setattr(served, "PIECE_BYTES", 777)  # so that there are several, of an odd size
-    if not mapped:  # as from another machine
-        monkeypatch.setattr(served, "_mapped", lambda *memory: None)
     store = captured_store(tmp_path / "store", target, "32-true")
     with serving(target, batch_tokens=70) as address:  # batches of four rows, as in the store
         server = HiddenStates(address, SECRET, 5)
-        assert (server._idle[0][1] is not None) == mapped
         for start, stop in ((0, 8), (8, 14)):
             rows = [store.read(row) for row in range(start, stop)]
             found = server.features(torch.stack([row.tokens for row in rows]).long(), None, LAYERS)
@@ -169,7 +165,6 @@ def test_each_bad_server_is_one_sentence(learn, shared, target, monkeypatch, tmp
 
 def test_nonsense_and_slow_readers_stop_nobody(target, monkeypatch):
     monkeypatch.setattr(states_server, "WAIT_S", 1.0)
-    monkeypatch.setattr(served, "_mapped", lambda *memory: None)
 
     def connect(address: str, knows: bool = True) -> Connection:
         host, port = address.split(":")
@@ -185,7 +180,7 @@ def test_nonsense_and_slow_readers_stop_nobody(target, monkeypatch):
 
     with serving(target, batch_tokens=8192) as address:
         server, kept = HiddenStates(address, SECRET, 5), []
-        huge = {"shape": [1 << 30, 1 << 30], "layers": [1], "packed": False, "mapped": False}
+        huge = {"shape": [1 << 30, 1 << 30], "layers": [1], "packed": False}
         for asked in (
             huge,
             {"shape": [1, 8], "layers": [99]},
@@ -208,7 +203,7 @@ def test_nonsense_and_slow_readers_stop_nobody(target, monkeypatch):
         with pytest.raises(UserError, match="no beginnings of documents"):
             server.features(ROWS[:1].long(), torch.full((1, 16), 3))
         slow = connect(address)  # asks for some MB and reads nothing
-        send_object(slow, {"shape": [40, 200], "layers": [0, 1, 2, 3], "packed": False, "mapped": False})
+        send_object(slow, {"shape": [40, 200], "layers": [0, 1, 2, 3], "packed": False})
         served.send_values(slow, torch.zeros(40, 200, dtype=torch.int32))
         before = time.monotonic()
         for start in range(0, 20, 2):

@@ -1,49 +1,40 @@
 """The throughput model of SPIRe (Neelam et al. 2025, section 2): what a decoding step costs, without running anything.
 
+    python scripts/spire_throughput.py                                        # the paper's Figure 4
+    python scripts/spire_throughput.py --target Qwen/Qwen3-8B --draft-vocab 32768   # what depths of a drafter gain
+
     cost of a forward      = max(FLOPs, bytes x operational intensity)              in FLOP-equivalents
     throughput multiplier  = tau / ((k x draft + verify) / target)
 
-A forward does 2 FLOPs per parameter and row, and reads its weights and its KV cache. The FLOPs of attention itself,
-activations, prefill, sampling and communication are left out, and kernels are taken to reach the hardware's peaks.
-
-    target = shape_of_model("HuggingFaceTB/SmolLM2-135M-Instruct")     # from its config alone
-    model = CostModel(target, hardware)
-    spire = Method(target.with_layers(2), Acceptance(3.401, k=4), SparseCache(), feedback=True)
-    model.multiplier(spire, k=4, batch=[1, 8], context_tokens=[512])   # [B, L]
+A forward does 2 FLOPs per parameter and row, and reads its weights and its KV cache. docs/cost.md has the formulas, and
+what is left out.
 
 Letters: B batch sizes, L context lengths. Arrays are [B, L] float64: one row per batch size, one column per context.
 """
 
 from __future__ import annotations
 
+import argparse
 import dataclasses
-import time
-from collections.abc import Sequence
+import sys
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from functools import cache
+from pathlib import Path
 
 import numpy as np
-import torch
 from scipy.optimize import brentq
-from torch import Tensor
-from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from spectrain.config import conf_dir
-from spectrain.config import groups as options
-from spectrain.config.fields import typed
-from spectrain.config.training import Train
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # a checkout need not be installed
+
 from spectrain.errors import UserError
+from spectrain.measure.tables import show, table_of
 from spectrain.models.packages import target_path
-from spectrain.stores.environment import cpu_name
-from spectrain.stores.files import read_yaml
-from spectrain.target.loading import first_line, load_config
+from spectrain.planning.peaks import hardware_named
+from spectrain.planning.plan import empty_model
 from spectrain.target.modules import find_blocks, unsupported_layer_type
-from spectrain.training.drafters import GUESSED_VOCAB
 
-BYTES_PER_VALUE = {"fp8": 1, "int8": 1, "fp16": 2, "bf16": 2, "tf32": 4, "fp32": 4}
 EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts")
 LONGEST_DRAFT = 16  # tokens; longer drafts are not tried
-MEASURED_S = 0.5  # of a CPU's rates
 REJECTED = 0.424, 0.30  # by a drafter of one block, and the power by which it falls with the blocks
 
 
@@ -80,16 +71,10 @@ class Shape:
 
 @dataclass(frozen=True)
 class Hardware:
-    """The hardware that forwards run on. Without peaks no cost has seconds."""
+    """What forwards run on."""
 
-    name: str
     operational_intensity: float  # FLOPs that it does in the time in which it reads a byte
     bytes_per_value: float = 1  # of weights and KV cache
-    flops_per_s: float | None = None
-
-    @property
-    def bytes_per_s(self) -> float:
-        return self.flops_per_s / self.operational_intensity
 
     def cost(self, flops: np.ndarray, n_bytes: np.ndarray) -> np.ndarray:
         """Compute the FLOP-equivalents of a forward whose computation and memory traffic overlap (section 2)."""
@@ -190,22 +175,6 @@ class CostModel:
         return np.max(by_k, axis=0), np.argmax(by_k, axis=0) + 1
 
 
-def empty_model(name: str, **options: object) -> PreTrainedModel:
-    """Return a Hugging Face causal LM without memory, from its config alone.
-
-    Raises:
-        UserError: there is no such config.
-    """
-    path = target_path(name)
-    config = load_config(path, "target")
-    try:
-        with torch.device("meta"):
-            return AutoModelForCausalLM.from_config(config, trust_remote_code=False, **options)
-    except Exception as error:  # transformers raises types of its own here
-        why = first_line(error)[:160]
-        raise UserError(f"transformers makes no model of the config of {path} ({why}); give another target") from error
-
-
 def shape_of_model(name: str) -> Shape:
     """Read the shape of a Hugging Face causal LM from its config alone.
 
@@ -236,34 +205,20 @@ def shape_of_model(name: str) -> Shape:
     )
 
 
-def speedup_by_depth(config: Train, hardware: Hardware) -> dict[int, tuple[np.ndarray, np.ndarray]]:
-    """Predict by the number of a drafter's blocks what it gains over a workload, and its draft lengths, [B, L] each.
+def speedup_by_depth(
+    target: Shape, hardware: Hardware, draft_vocab: int | None, batch: Sequence[int], context_tokens: Sequence[int]
+) -> Iterator[tuple[int, np.ndarray, np.ndarray]]:
+    """Yield numbers of a SPIRe drafter's blocks, with the predicted speedups and the draft lengths, [B, L] each.
 
-    Candidates are 1, 2, 3, 4 and a quarter of the blocks, and what was asked. The unembedding counts, because a draft
-    step reads it.
-
-    Args:
-        config: of a training whose kind is planned `by_depth`.
-        hardware: that decodes.
+    They are 1, 2, 3, 4 and a quarter of the target's. The unembedding counts, because a draft step reads it.
     """
-    target, own = shape_of_model(config.target.path), config.own
-    wanted = {1, 2, 3, 4, target.n_layer // 4, own.n_layer if isinstance(own.n_layer, int) else 1}
-    cache, workload, found = SparseCache(own.sink_tokens, own.window_tokens), config.workload, {}
-    for n_layer in sorted(n for n in wanted if 1 <= n <= target.n_layer):
+    cache, model = SparseCache(1, 64), CostModel(target, hardware, count_unembedding=True)
+    for n_layer in sorted(n for n in {1, 2, 3, 4, target.n_layer // 4} if 1 <= n <= target.n_layer):
         shape = target.with_layers(n_layer)
-        if own.draft_vocab is not None:
-            n_tokens = GUESSED_VOCAB if own.draft_vocab == "auto" else own.draft_vocab
-            shape = dataclasses.replace(shape, vocab_size=min(n_tokens, target.vocab_size))
-        method = Method(shape, Acceptance(tau_of_depth(n_layer), 4), cache, own.feedback)
-        model = CostModel(target, hardware, count_unembedding=True)
-        found[n_layer] = model.best(method, workload.batch, workload.context_tokens)
-    return found
-
-
-def fastest_depth(config: Train, hardware: Hardware) -> int:
-    """Return the number of blocks that gains most, as a mean over the workload."""
-    found = speedup_by_depth(config, hardware)
-    return max(found, key=lambda n_layer: float(found[n_layer][0].mean()))
+        if draft_vocab is not None:
+            shape = dataclasses.replace(shape, vocab_size=min(draft_vocab, target.vocab_size))
+        method = Method(shape, Acceptance(tau_of_depth(n_layer), 4), cache, feedback=True)
+        yield n_layer, *model.best(method, batch, context_tokens)
 
 
 def tau_of_depth(n_layer: int) -> float:
@@ -275,43 +230,46 @@ def tau_of_depth(n_layer: int) -> float:
     return sum(alpha**i for i in range(5))
 
 
-def hardware_named(device: str) -> options.Hardware | None:
-    """Return the file of conf/hardware/ for a GPU whose name holds the one that the file gives; None: there is none."""
-    files = map(read_yaml, sorted((conf_dir() / "hardware").glob("*.yaml")))
-    return next((typed(one, options.Hardware, checks=False) for one in files if one["name"] in device), None)
+BATCH = (1, 2, 4, 8, 16, 32, 64, 128)
+CONTEXT_TOKENS = (32, 64, 128, 256, 512, 1024, 2048, 4096, 8192)
+# FLOPs per byte and bytes per value (SPIRe, appendix): an H100 in FP8, as the paper rounds it.
+MODEL = CostModel(Shape(8, 512, 8, 8, 128, 4096), Hardware(600, 1))
+# A vanilla drafter of half the layers and half the width; the last two of the target's blocks; tau of Table 1.
+METHODS = {
+    "vanilla": Method(Shape(4, 256, 8, 8, 64, 2048), Acceptance(2.647)),
+    "magicdec": Method(MODEL.target, Acceptance(3.891), SparseCache()),
+    "spire": Method(MODEL.target.with_layers(2), Acceptance(3.401), SparseCache(), feedback=True),
+}
 
 
-def read_hardware(node: options.Hardware, dtype: str) -> Hardware:
-    """Return the peaks of a machine; where none are given it is this machine, which is measured now."""
-    if node.flops_per_s is None:
-        flops_per_s, bytes_per_s = cpu_rates(dtype, torch.get_num_threads())
-        name = f"this CPU ({cpu_name()}, {torch.get_num_threads()} thread(s)), {dtype}"
-        return Hardware(name, flops_per_s / bytes_per_s, BYTES_PER_VALUE[dtype], flops_per_s)
-    if dtype not in node.flops_per_s:
-        known = ", ".join(node.flops_per_s)
-        raise UserError(f"hardware={node.name} has no peak for dtype={dtype}; choose among {known}")
-    flops_per_s = node.flops_per_s[dtype]
-    return Hardware(f"{node.name}, {dtype}", flops_per_s / node.bytes_per_s, BYTES_PER_VALUE[dtype], flops_per_s)
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--target", help="bundled checkpoint, folder or hub id, of which only the config is read")
+    parser.add_argument("--hardware", default="H100", help="a name of conf/hardware/")
+    parser.add_argument("--draft-vocab", type=int, help="tokens that the drafter can draft")
+    parser.add_argument("--batch", type=int, nargs="+", default=[1, 8])
+    parser.add_argument("--context-tokens", type=int, nargs="+", default=[1024, 8192])
+    args = parser.parse_args()
+    if args.target is None:
+        return show([("Throughput relative to plain decoding, by the length of the context", table_of(figure_4()))])
+    rows, peaks = [], hardware_named(args.hardware)
+    hardware = Hardware(peaks.flops_per_s["bf16"] / peaks.bytes_per_s, 2)
+    where = args.draft_vocab, args.batch, args.context_tokens
+    for n_layer, speedups, lengths in speedup_by_depth(shape_of_model(args.target), hardware, *where):
+        rows.append({"blocks": str(n_layer), "tau of 4": f"{tau_of_depth(n_layer):.2f}"})
+        for i, batch in enumerate(args.batch):
+            for j, context in enumerate(args.context_tokens):
+                rows[-1][f"batch {batch}, {context:,} tokens"] = f"{speedups[i, j]:.2f} ({lengths[i, j]})"
+    show([("Speedup over plain decoding, and draft length", table_of(rows))])
 
 
-@cache
-def cpu_rates(dtype: str, n_threads: int) -> tuple[float, float]:
-    """Return FLOPs per second of a matrix product, and bytes per second of one with a vector that no cache holds.
-
-    They are interleaved for half a second, and both are medians, so a machine whose speed drifts hurts both alike.
-    A processor that only emulates bfloat16 is a hundred times slower, so the number of turns cannot be fixed.
-    """
-    square = torch.ones(512, 512, dtype=torch.float32 if dtype == "fp32" else torch.bfloat16)
-    matrix, vector = torch.ones(2**15, 1024), torch.ones(1024)  # float32: in other dtypes slower than memory
-    seconds = []
-    with torch.inference_mode():
-        while len(seconds) < 2 or np.sum(seconds) < MEASURED_S:  # the first turn is the warm-up
-            seconds.append([_seconds(square, square), _seconds(matrix, vector)])
-    product_s, stream_s = np.median(seconds[1:], axis=0)
-    return float(2 * square.numel() ** 1.5 / product_s), float(4 * matrix.numel() / stream_s)
+def figure_4() -> list[dict[str, str]]:
+    rows = [{"method": name, "batch": str(batch)} for name in METHODS for batch in BATCH]
+    values = [row for method in METHODS.values() for row in MODEL.multiplier(method, 4, BATCH, CONTEXT_TOKENS)]
+    for row, cells in zip(rows, values, strict=True):
+        row |= {f"{n:,} tokens": f"{cell:.2f}" for n, cell in zip(CONTEXT_TOKENS, cells, strict=True)}
+    return rows
 
 
-def _seconds(left: Tensor, right: Tensor) -> float:
-    begun = time.perf_counter()
-    left @ right
-    return time.perf_counter() - begun
+if __name__ == "__main__":
+    main()

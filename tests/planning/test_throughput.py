@@ -14,23 +14,15 @@ from transformers import MistralConfig, MixtralConfig
 
 from spectrain.config import groups
 from spectrain.errors import UserError
-from spectrain.planning.cost import (
-    Acceptance,
-    CostModel,
-    Hardware,
-    Method,
-    Shape,
-    SparseCache,
-    hardware_named,
-    read_hardware,
-    shape_of_model,
-)
+from spectrain.planning.peaks import hardware_named, read_peaks
 from spectrain.target.modules import find_blocks
 from tests.conftest import FAMILIES, tiny_model
 from tests.support.scripts import load_script
 
 FIGURE_4 = json.loads((Path(__file__).parent / "spire_figure4.json").read_text())  # as the paper prints it
-paper = load_script("spire_figure4")
+paper = load_script("spire_throughput")
+from spire_throughput import Acceptance, CostModel, Hardware, Method, Shape, SparseCache, shape_of_model  # noqa: E402
+
 LLAMA_70B = Shape(n_layer=80, hidden_size=8192, n_head=64, n_kv_head=8, head_dim=128, intermediate_size=28672)
 TINY = Shape(n_layer=1, hidden_size=2, n_head=1, n_kv_head=1, head_dim=2, intermediate_size=3)
 
@@ -58,15 +50,15 @@ def test_a_step_worked_out_by_hand():
     At 10 FLOPs per byte, batch 2, context 5 and one byte per value: 38 + 40 bytes cost 780, more than 152 FLOPs. A
     draft step reads 38 + 2 * 3 * 4 = 62 bytes with a sink and a window of two: 620. Verification costs 780 again.
     """
-    model = CostModel(TINY, Hardware("by hand", 10))
+    model = CostModel(TINY, Hardware(10))
     method = Method(TINY, Acceptance(2.5, k=2), SparseCache(sink_tokens=1, window_tokens=2))
     assert model.draft(method, [2], [5]).item() == 620
     assert model.verify([2], [5]).item() == model.verify([2], [5], n_tokens=3).item() == 780
     assert model.multiplier(method, 2, [2], [5]).item() == pytest.approx(2.5 * 780 / (2 * 620 + 780))
-    slow_arithmetic = CostModel(replace(TINY, vocab_size=10), Hardware("slow", 1e-6), count_unembedding=True)
+    slow_arithmetic = CostModel(replace(TINY, vocab_size=10), Hardware(1e-6), count_unembedding=True)
     assert slow_arithmetic.verify([1], [1], n_tokens=4).item() == 4 * 2 * (38 + 20)
     fed_back = Method(TINY, Acceptance(2.0, 2), feedback=True)
-    assert CostModel(TINY, Hardware("slow", 1e-6)).draft(fed_back, [3], [5]).item() == 3 * 2 * (38 + 8)
+    assert CostModel(TINY, Hardware(1e-6)).draft(fed_back, [3], [5]).item() == 3 * 2 * (38 + 8)
 
 
 def test_other_draft_lengths_have_the_same_acceptance_rate():
@@ -122,7 +114,7 @@ def test_every_cell_is_that_of_a_slow_version(target, drafter, cache, feedback, 
     again = drafter.n_layer * 2 * drafter.hidden_size * drafter.n_kv_head * drafter.head_dim if feedback else 0
     step = k * cost(drafter, 1, cached, again) + cost(target, k + 1, context)
     method = Method(drafter, Acceptance((k + 2) / 2, k), cache, feedback)
-    found = CostModel(target, Hardware("any", intensity)).multiplier(method, k, [batch], [context]).item()
+    found = CostModel(target, Hardware(intensity)).multiplier(method, k, [batch], [context]).item()
     assert found == pytest.approx((k + 2) / 2 * cost(target, 1, context) / step, rel=1e-9)
 
 
@@ -152,12 +144,22 @@ def test_models_that_cost_otherwise_are_refused(tmp_path):
         shape_of_model(str(tmp_path))
 
 
+def test_the_best_depth_is_that_of_what_costs_most():
+    assert [round(paper.tau_of_depth(n), 2) for n in (1, 2, 4)] == [2.21, 2.55, 2.88]  # docs/results/depth.json
+    target, best = Shape(8, 256, 4, 4, 64, 704, 4096), []
+    for intensity in (1e-9, 1e9):  # no time to read, and none to compute: the target's cache of long texts costs most
+        found = {
+            n: gain.item() for n, gain, _ in paper.speedup_by_depth(target, Hardware(intensity), None, [64], [1024])
+        }
+        best.append(max(found, key=found.get))
+    assert best == [1, 4]
+
+
 def test_the_cpu_is_measured_in_both_rates():
-    hardware = read_hardware(groups.Hardware(), "fp32")
-    assert hardware.bytes_per_value == 4
-    assert 0 < hardware.operational_intensity < hardware.flops_per_s
+    peaks = read_peaks(groups.Hardware(), "fp32")
+    assert 0 < peaks.bytes_per_s < 100 * peaks.flops_per_s
 
 
 def test_a_dtype_without_a_peak_is_one_sentence():
     with pytest.raises(UserError, match="has no peak for dtype=fp4; choose among "):
-        read_hardware(hardware_named("NVIDIA H100"), "fp4")
+        read_peaks(hardware_named("NVIDIA H100"), "fp4")
