@@ -13,6 +13,7 @@ the new one.
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import io
 import re
@@ -84,6 +85,25 @@ def whole_weights(checkpoint: Path) -> dict[str, Tensor]:
 def read_file(checkpoint: str | Path) -> dict:
     """A plain checkpoint, whose tensors are read from the disk only where they are used."""
     return torch.load(checkpoint, map_location="cpu", weights_only=True, mmap=True)
+
+
+def reshard(checkpoint: Path) -> None:
+    """Add to a DeepSpeed checkpoint its universal form, one file per parameter, which any number of ranks can read."""
+    folder, latest = checkpoint / "universal", checkpoint / "latest_universal"
+    if latest.is_file():
+        return
+    from deepspeed.checkpoint.ds_to_universal import main as convert
+
+    partial = checkpoint / ".universal.partial"
+    for leftover in (partial, folder):
+        remove(leftover)
+    options = {"num_extract_workers": 1, "num_merge_workers": 1, "keep_temp_folder": False, "strict": True}
+    paths = {"input_folder": str(checkpoint / "checkpoint"), "output_folder": str(partial)}
+    with silenced():
+        convert(argparse.Namespace(**paths, **options, inject_missing_state=True))
+    to_disk(partial)
+    rename(partial, folder)
+    write_whole(latest, folder.name)  # the converter has named the partial one
 
 
 @dataclass(frozen=True)

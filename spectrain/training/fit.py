@@ -39,7 +39,7 @@ from spectrain.training.callbacks import (
     StopOnBadLoss,
     TokensPerSecond,
 )
-from spectrain.training.checkpoints import ranks_of
+from spectrain.training.checkpoints import ranks_of, reshard
 from spectrain.training.loggers import of_wandb
 from spectrain.training.runs import RunFolder
 from spectrain.training.strategies import ZeroStrategy, check_shared, precision_of, ranks_of_torchrun, uses_gpu
@@ -86,7 +86,7 @@ def fit(
     checkpoint = run.checkpoints.newest()
     if checkpoint:
         log.info("resuming from %s", checkpoint)
-        check_resumes(checkpoint, trainer)
+        prepare_resume(checkpoint, trainer)
     if config.trainer.activation_checkpointing:
         module.recompute_activations()
     module.compiles = compiles(config.trainer, trainer)
@@ -242,10 +242,10 @@ def check_batches(config: Train, trainer: Trainer, n_rows: int) -> None:
         )
 
 
-def check_resumes(checkpoint: Path, trainer: Trainer) -> None:
-    """Raise UserError where a checkpoint was written with DeepSpeed and is read without, or the other way.
+def prepare_resume(checkpoint: Path, trainer: Trainer) -> None:
+    """Make sure that this trainer can resume from a checkpoint, if need be by resharding it for other ranks.
 
-    One of DeepSpeed is divided for its ranks, and no other number of them reads it.
+    Raises UserError where it was written with DeepSpeed and is read without, or the other way.
     """
     sharded, ranks = isinstance(trainer.strategy, ZeroStrategy), ranks_of(checkpoint)
     if sharded != (ranks is not None):
@@ -255,10 +255,10 @@ def check_resumes(checkpoint: Path, trainer: Trainer) -> None:
             "began the run, or another run_dir"
         )
     if sharded and ranks != trainer.world_size:
-        raise UserError(
-            f"{checkpoint} was written by {ranks} ranks of DeepSpeed and cannot be resumed on {trainer.world_size}; "
-            f"start {ranks} ranks, or train with trainer=fsdp, whose checkpoints any number of ranks reads"
-        )
+        if trainer.is_global_zero:
+            reshard(checkpoint)
+        trainer.strategy.read_universal()
+        barrier(trainer)
 
 
 def barrier(trainer: Trainer) -> None:

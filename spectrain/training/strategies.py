@@ -100,7 +100,25 @@ def deepspeed(accelerator: str, stage: int = 2, offload_optimizer: bool = False)
 
 
 class ZeroStrategy(DeepSpeedStrategy):
-    """Lightning's strategy, made to divide gradients by positions and to validate without an engine."""
+    """Lightning's strategy, made to resume on another number of ranks and to validate without an engine."""
+
+    def read_universal(self) -> None:
+        """From now on, read the universal form of checkpoints (`spectrain.training.checkpoints.reshard`)."""
+        self.config["checkpoint"] = {"load_universal": True}
+
+    def load_checkpoint(self, checkpoint_path: str | Path, weights_only: bool | None = None) -> dict:
+        universal = "checkpoint" in self.config
+        decays = [group["weight_decay"] for group in self.optimizers[0].param_groups]
+        client_state = super().load_checkpoint(checkpoint_path, weights_only)
+        if universal and self.zero_stage_3:
+            # deepspeed 0.19 gives all groups the first one's weight decay, and all their states one tensor of steps,
+            # which each of them would then count up.
+            optimizer = self.optimizers[0].optimizer
+            for group, decay in zip(optimizer.param_groups, decays, strict=True):
+                group["weight_decay"] = decay
+            for state in optimizer.state.values():
+                state["step"] = state["step"].clone()
+        return client_state
 
     def optimizer_step(self, *args: Any, **kwargs: Any) -> Any:
         found = super().optimizer_step(*args, **kwargs)

@@ -11,8 +11,9 @@ import torch
 from hydra.utils import instantiate
 
 from spectrain.errors import UserError
+from spectrain.training import fit as fitting
 from spectrain.training import strategies
-from spectrain.training.fit import build_trainer, check_batches, check_resumes
+from spectrain.training.fit import build_trainer, check_batches, prepare_resume
 from spectrain.training.strategies import CPUZeroStrategy, ZeroStrategy
 from tests.conftest import tiny_model
 from tests.training.trainers import config_of
@@ -52,14 +53,21 @@ def test_float16_is_refused():
         build_trainer(config, 1, [], [])
 
 
+@pytest.mark.parametrize(("ranks", "again"), [(2, False), (1, True), (3, True)])
+def test_a_checkpoint_of_deepspeed_is_resharded_for_another_number_of_ranks(checkpoints, ranks, again, monkeypatch):
+    cut = []
+    monkeypatch.setattr(fitting, "reshard", cut.append)
+    trainer = SimpleNamespace(strategy=zero(), world_size=ranks, is_global_zero=True)
+    prepare_resume(checkpoints / ZERO_CHECKPOINT, trainer)
+    assert cut == [checkpoints / ZERO_CHECKPOINT] * again
+    assert trainer.strategy.config.get("checkpoint") == ({"load_universal": True} if again else None)
+
+
 def test_a_checkpoint_of_another_kind_is_refused(checkpoints):
     with pytest.raises(UserError, match="was written without DeepSpeed and cannot be resumed with it"):
-        check_resumes(checkpoints / DDP_CHECKPOINT, SimpleNamespace(strategy=zero(), world_size=2))
+        prepare_resume(checkpoints / DDP_CHECKPOINT, SimpleNamespace(strategy=zero(), world_size=2))
     with pytest.raises(UserError, match="was written with DeepSpeed and cannot be resumed without it"):
-        check_resumes(checkpoints / ZERO_CHECKPOINT, SimpleNamespace(strategy=None, world_size=2))
-    with pytest.raises(UserError, match="by 2 ranks of DeepSpeed and cannot be resumed on 3; start 2 ranks, or train"):
-        check_resumes(checkpoints / ZERO_CHECKPOINT, SimpleNamespace(strategy=zero(), world_size=3))
-    check_resumes(checkpoints / ZERO_CHECKPOINT, SimpleNamespace(strategy=zero(), world_size=2))
+        prepare_resume(checkpoints / ZERO_CHECKPOINT, SimpleNamespace(strategy=None, world_size=2))
 
 
 def test_muon_under_deepspeed_is_refused_with_the_remedy():

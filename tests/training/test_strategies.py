@@ -79,7 +79,7 @@ def small(shared, tmp_path_factory) -> list[str]:
 def runs(small, shared, tmp_path_factory) -> Path:
     """Runs of all strategies on two ranks; `one` on one.
 
-    `one_two_one` and `<trainer>_cut` are interrupted and resumed, `fsdp_anew` resumed on one rank. `exchanged`
+    `one_two_one` and `<trainer>_cut` are interrupted and resumed, `<trainer>_anew` resumed on one rank. `exchanged`
     goes from DDP to FSDP2 and back.
     """
     folder = tmp_path_factory.mktemp("runs")
@@ -93,8 +93,7 @@ def runs(small, shared, tmp_path_factory) -> Path:
     for trainer in DIVIDED:
         arguments = [*SPIRE, f"trainer={trainer}"]
         jobs += [job(trainer, *arguments), job(f"{trainer}_cut", *arguments, interrupt=2)]
-        jobs.append(job(f"{trainer}_cut", *arguments))
-    jobs.append(job("fsdp_anew", *SPIRE, "trainer=fsdp", interrupt=3))
+        jobs += [job(f"{trainer}_cut", *arguments), job(f"{trainer}_anew", *arguments, interrupt=3)]
     jobs += [job("ddp", *SPIRE, "trainer=ddp"), job("exchanged", *SPIRE, "trainer=ddp", interrupt=1)]
     jobs += [job("exchanged", *SPIRE, "trainer=fsdp", interrupt=3), job("exchanged", *SPIRE, "trainer=ddp")]
     jobs += [job(f"{trainer}_muon", *MUON, f"trainer={trainer}") for trainer in ("ddp", "fsdp")]
@@ -127,7 +126,7 @@ def runs(small, shared, tmp_path_factory) -> Path:
         ranks.launch(2, folder, [one | {"rounds": False} for one in halves])
         assert ranks.run([*small, *switching], interrupt=1) == 130
         said = ranks.launch(2, folder, jobs).stderr
-        ranks.launch(1, folder, [job("fsdp_anew", *SPIRE, "trainer=fsdp")])
+        ranks.launch(1, folder, [job(f"{trainer}_anew", *SPIRE, f"trainer={trainer}") for trainer in DIVIDED])
         assert ranks.run([*small, *switching, "out=one_two_one-exported"]) == 0
     finally:
         os.chdir(before)
@@ -167,7 +166,7 @@ def largest_difference(left: dict, right: dict) -> float:
     return max((left[name].float() - right[name].float()).abs().max().item() for name in left)
 
 
-RESUMED = ["one_two_one", *(f"{trainer}_cut" for trainer in DIVIDED), "fsdp_anew", "exchanged"]
+RESUMED = ["one_two_one", *(f"{trainer}_{how}" for trainer in DIVIDED for how in ("cut", "anew")), "exchanged"]
 
 
 @pytest.mark.slow
@@ -227,7 +226,7 @@ def test_divided_weights_resume_exactly_at_their_rank_count(runs, trainer):
 def test_checkpoint_and_whole_state_hold_the_drafter_alone_and_agree(runs, run):
     checkpoint = CheckpointFolder(runs / run / "checkpoints").newest()
     is_file = run.startswith(("one", "fsdp", "exchanged"))
-    assert ranks_of(checkpoint) == (None if is_file else 2)
+    assert ranks_of(checkpoint) == (None if is_file else 1 if run.endswith("anew") else 2)
     weights, whole = whole_weights(checkpoint), load_file(runs / run / "whole.safetensors")
     kept = {name.split(".")[0] for name in weights}
     assert kept == {"model" if run in ("vanilla", "fsdp_muon") else "drafter"}  # nothing of the frozen target
