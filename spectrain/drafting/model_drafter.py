@@ -12,6 +12,8 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
+from typing import Self
 
 import torch
 import torch.nn.functional as F
@@ -19,12 +21,13 @@ from torch import Tensor, nn
 
 from spectrain.decoding import Context, Verified
 from spectrain.drafting.budget import AUTO, ChainBudget
-from spectrain.drafting.draft_chain import ChainDrafter, Chains, DraftStep, cut, draft_chain, limits
+from spectrain.drafting.draft_chain import ChainDrafter, Chains, DraftStep, cut, draft_chain, lengths_of, limits
 from spectrain.drafting.runtime import DraftRuntime
 from spectrain.drafting.stopping import StopRule
 from spectrain.drafting.window_keys import WindowKeys, kind_of_keys
 from spectrain.errors import UserError, check_whole
 from spectrain.kernels import padded
+from spectrain.models.artifacts import fastest_gamma, trained_acceptance
 from spectrain.models.drafter_model import DrafterModel
 from spectrain.target import DraftTree, KVCache, TargetModel, TargetOutput
 from spectrain.target.device import to_device
@@ -32,6 +35,7 @@ from spectrain.target.lean import fused_kernels
 from spectrain.target.weights import for_drafting, version
 
 PATHS = (8, 32, 128)  # nodes of accepted paths, whose memories are written at once
+LONGER = 2  # times the k of training a chain may have that adapts
 MOST_MISSED = 64  # steps without drafting whose states wait for the next draft
 FEW_TOKENS = 8192  # that are drafted on a CPU, where a draft step takes as long as reading its weights does
 
@@ -111,6 +115,23 @@ class ModelDrafter(ChainDrafter):
             raise UserError(f"gamma={self.gamma} must be 1..window_tokens={config.window_tokens} of the drafter")
         self.describe(capture_layers=config.captured_layers)
 
+    @classmethod
+    def of_folder(
+        cls, drafter: DrafterModel, folder: Path, gamma: int | None, max_nodes: int | str | None, **options: object
+    ) -> Self:
+        """Build the method of chains; see `lengths_of`. What is fixed or guessed depends on the training's results."""
+        k, window = drafter.config.k, drafter.config.window_tokens
+        lengths = fastest_gamma(folder) or k, min(LONGER * k, window), trained_acceptance(folder)
+        length, budget = lengths_of(gamma, max_nodes, *lengths)
+        return cls(drafter, length, budget=budget, **options)
+
+    @classmethod
+    def of_trees(cls, drafter: DrafterModel, levels: int, branches: int, **options: object) -> Self:
+        """Build the model of a `TreeDrafter`. A tree has no more levels than tokens in the window."""
+        levels = min(levels, drafter.config.window_tokens)
+        n_read = 1 + branches * (levels - 1)  # the root, and the branches of each level but the last
+        return cls(drafter, levels, tree_nodes=n_read, **options)
+
     def start(self, target: TargetModel, cache: KVCache) -> None:
         super().start(target, cache)
         shape = self.drafter.config.shape
@@ -134,7 +155,7 @@ class ModelDrafter(ChainDrafter):
         self.runtime.kernels = fused_kernels(shape, target.device) if target.fuses else None
         self._prompts: list[PendingStates] = []
         self._missed: deque[PendingStates] = deque()  # of steps without this method
-        # [rows, D] what each root reads of the target's state before it. `state` [n, D] is the one before the token that is read next.
+        # [rows, D] what each root reads of the state before it; `state` [n, D] is that of the token that is read next.
         self.finals = self.drafter.norm.weight.new_zeros(cache.max_rows, shape.hidden_size)
 
     def share(self, other: ModelDrafter) -> None:
@@ -182,9 +203,9 @@ class ModelDrafter(ChainDrafter):
             one.of += [-1] * len(rows)
         self.keys.join(rows)
         lengths, captured = context.lengths[rows.start : rows.stop] - 1, output.captured  # of the prompts
-        kept = self.keys.kept(lengths)
-        if output.positions.shape != kept.shape or not ((output.positions == kept) | (kept < 0)).all():  # another method wanted to read more of the prompts
-            places = (kept[:, :, None] == output.positions[:, None]).long().argmax(dim=-1)
+        kept, read = self.keys.kept(lengths), output.positions
+        if read.shape != kept.shape or not ((read == kept) | (kept < 0)).all():  # another method wanted to read more
+            places = (kept[:, :, None] == read[:, None]).long().argmax(dim=-1)
             captured = captured.gather(1, places[:, :, None, None].expand(-1, -1, *captured.shape[2:]))
         # Their memories are made when something is drafted: many methods share a generation, and not all of them draft.
         self._prompts.append(PendingStates(captured, kept, [-1] * rows.start + [*range(len(rows))]))
