@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from itertools import accumulate
+
 import pytest
 import torch
 
 from spectrain.planning.dry_step import cost_of
+from spectrain.target.device import PLANNED
 from spectrain.training import losses
 from spectrain.training.losses import LossSettings, Teacher, drafter_loss, next_token_loss
 
@@ -16,8 +20,11 @@ def plain_loss(kind, omega, hidden, unembedding, teacher, labels):
     p = (teacher.hidden @ teacher.unembedding.T).softmax(-1)
     if kind == "hard":
         return torch.nn.functional.nll_loss(log_q, labels)
-    alpha = torch.minimum(p, log_q.exp()).sum(-1).mean()
-    omega = omega if kind == "mixed" else 1.0
+    alpha = torch.minimum(p, log_q.exp()).sum(-1)
+    if kind == "lk":
+        return -alpha.log().mean()
+    alpha = alpha.mean()
+    omega = {"mixed": omega, "tv": 0.0}.get(kind, 1.0)
     return omega * -(p * log_q).sum(-1).mean() - (1 - omega) * alpha
 
 
@@ -29,7 +36,8 @@ def make_batch(n: int = 7, d: int = 5, v: int = 11):
 
 
 @pytest.mark.parametrize(
-    ("kind", "omega"), [("mixed", 0.5), ("mixed", 0.0), ("mixed", 1.0), ("distill", 0.5), ("hard", 0.5)]
+    ("kind", "omega"),
+    [*[("mixed", omega) for omega in (0.5, 0.0, 1.0)], *[(kind, 0.5) for kind in ("distill", "tv", "lk", "hard")]],
 )
 @pytest.mark.parametrize("chunk", [3, 100])
 def test_value_and_gradient_equal_autograd_s(kind, omega, chunk, monkeypatch):
@@ -41,6 +49,27 @@ def test_value_and_gradient_equal_autograd_s(kind, omega, chunk, monkeypatch):
     grads = torch.autograd.grad(found.loss, [hidden, unembedding])
     torch.testing.assert_close(found.loss, expected)
     torch.testing.assert_close(grads, expected_grads)
+
+
+@pytest.mark.parametrize("kind", ["mixed", "distill", "lk", "hard"])
+@pytest.mark.parametrize("chunk", [3, 100])
+def test_depths_are_positions_of_their_own_with_weights(kind, chunk, monkeypatch):
+    """Three depths of seven positions are 21 positions of the same teacher; weights are counts of each."""
+    monkeypatch.setattr(losses, "MOST_LOGITS", {"cpu": chunk * 11})
+    _, unembedding, teacher, labels = make_batch()
+    hidden, counts = torch.randn(7, 3, 5, requires_grad=True), torch.randint(0, 3, (7, 3))
+    each = counts.flatten()
+    repeated = Teacher(*(teacher.hidden.repeat_interleave(3, 0).repeat_interleave(each, 0), teacher.unembedding))
+    flat = hidden.flatten(0, 1).repeat_interleave(each, 0)
+    expected = drafter_loss(
+        LossSettings(kind), flat, unembedding, repeated, labels.repeat_interleave(3).repeat_interleave(each)
+    )
+    found = drafter_loss(LossSettings(kind), hidden, unembedding, teacher, labels, weights=counts.float())
+    both = [torch.autograd.grad(one.loss, [hidden, unembedding], retain_graph=True) for one in (found, expected)]
+    torch.testing.assert_close((found.loss, found.cross_entropy), (expected.loss, expected.cross_entropy))
+    torch.testing.assert_close(*both)
+    assert found.weight == expected.weight
+    torch.testing.assert_close(found.alpha.flatten().repeat_interleave(each), expected.alpha)
 
 
 def test_alpha_is_the_overlap_of_p_and_q():
@@ -116,3 +145,32 @@ def test_the_loss_of_a_large_vocabulary_takes_little_memory(kind, most_gb):
             return drafter_loss(LossSettings(kind), hidden, unembedding, teacher, labels).loss
 
         assert cost_of(loss, half=True).peak_bytes < most_gb * 1e9
+
+
+def eagle3_loss(n: int, width: int, vocab_size: int, n_kept: int, dtype: torch.dtype) -> Callable[[], torch.Tensor]:
+    """EAGLE-3's loss of n positions, each at seven depths, with a trained unembedding of the tokens it can draft."""
+    unembedding, table = torch.empty(n_kept, width, requires_grad=True), torch.empty(vocab_size, width, dtype=dtype)
+
+    def loss() -> torch.Tensor:
+        hidden, weights = torch.empty(n, 7, width, requires_grad=True), torch.ones(n, 7)
+        teacher = Teacher(torch.empty(n, width, dtype=dtype), table, torch.arange(n_kept), within=True)
+        labels = torch.zeros(n, dtype=torch.int64)
+        return drafter_loss(LossSettings("soft"), hidden, unembedding, teacher, labels, weights=weights).loss
+
+    return loss
+
+
+def test_seven_depths_take_little_memory_and_what_is_counted_is_taken():
+    """V = 128,256, of which 32,000 are drafted, D = 4,096, 4,096 positions; at a small size beside the allocator."""
+    small = 700, 64, 8000, 2000, torch.float32
+    with torch.device("meta"):
+        assert cost_of(eagle3_loss(4096, 4096, 128_256, 32_000, torch.bfloat16), half=True).peak_bytes < 3e9
+        planned = PLANNED.set(("cpu", torch.float32))
+        counted = cost_of(eagle3_loss(*small), half=False).peak_bytes
+        PLANNED.reset(planned)
+    loss = eagle3_loss(*small)
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profile:
+        loss().backward()
+    taken = [one for one in profile.profiler.kineto_results.events() if one.name() == "[memory]"]
+    peak = max(accumulate(one.nbytes() for one in sorted(taken, key=lambda one: one.start_ns())))
+    assert counted == pytest.approx(peak, rel=0.05)
