@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 
 import numpy as np
@@ -56,14 +56,14 @@ OF_BLOCK = ("model_type", *SIZES, "attention_bias", "mlp_bias", *ROPE, "num_hidd
 LAYERS = "eagle_aux_hidden_state_layer_ids"
 SIGNS = ("speculators_model_type", "draft_vocab_size", "eagle_config", "dflash_config", "medusa_num_heads")
 OTHERS = {  # what a folder may hold instead, by words in its architectures, types, some keys, and names of tensors
-    "P-EAGLE": r"peagle|mask_hidden|pard_token|parallel_drafting",
+    "P-EAGLE": r"peagle|mask_hidden|pard_token|ptd_token_id|parallel_drafting",
     "EAGLE-4": r"eagle-?4|efficient_lm_head",
     "DSpark": r"dspark|markov_|confidence_head",
     "DFlash": r"dflash",
     "Medusa": r"medusa|^\d+\.\d+\.(linear|weight)",
     "MTP": r"mtp|\beh_proj|\bnextn",
 }
-KEYS_OF_OTHERS = ("pard_token", "ptd_token_id", "dflash_config", "medusa_num_heads")
+KEYS_OF_OTHERS = ("pard_token", "ptd_token_id", "parallel_drafting", "dflash_config", "medusa_num_heads")
 
 
 def recognises(facts: Mapping) -> bool:
@@ -146,9 +146,10 @@ def read(folder: Path, given: str, target: TargetModel) -> tuple[dict, dict[str,
     tensors = {name: one for name, one in _tensors(folder, given).items() if not re.search(NOT_READ, name)}
     for theirs, ours in OTHER_NAMES.items():
         tensors = {re.sub(theirs, ours, name): one for name, one in tensors.items()}
-    check_kind(facts, tensors, given)
     guesses: list[str] = []
     try:
+        if (why := _why_not(facts, [*tensors])) is not None:
+            raise UserError(f"{given} {why}")
         found = _read(folder, given, facts, tensors, target, guesses)
     except UserError:
         raise
@@ -172,7 +173,12 @@ def _read(
             f"{given} is for a target of {of_drafter}, not of {n_tokens} and {width}; give one made for this target"
         )
     config = {"shape": shape, "target_layers": _layers(facts, target.n_layer, given, guesses)}
-    config |= _flags(facts, tensors, guesses) | _drafting(facts, layer)
+    config |= _flags(facts, tensors, guesses)
+    config |= {name: facts[name] for name in ("k", "window_tokens") if name in facts}
+    if methods := (facts.get("speculators_config") or {}).get("proposal_methods"):
+        config["k"] = methods[0]["speculative_tokens"]
+    if "speculators_model_type" in facts and "sliding_attention" in (layer.get("layer_types") or ()):
+        config["window_tokens"] = layer["sliding_window"]  # its trainer masks by it; in other layouts no engine does
     head, embedded = tensors.get("lm_head.weight"), tensors.get("embed_tokens.weight")
     if embedded is not None and not is_own and torch.equal(embedded.to(embedding), embedding):
         del tensors["embed_tokens.weight"]  # the target's own, which is read instead
@@ -200,34 +206,34 @@ def _read(
     return config, state
 
 
-def check_kind(facts: Mapping, tensors: Iterable[str], given: str) -> None:
-    """Raise UserError where a folder holds a drafter of another kind, which is named, or one that is not computed."""
-    names = list(tensors)
-    said = [_types(facts), *(key for key in KEYS_OF_OTHERS if key in facts), *names]
-    said += ["parallel_drafting"] * bool(facts.get("parallel_drafting"))
-    found = next((kind for kind, words in OTHERS.items() if any(re.search(words, one.lower()) for one in said)), None)
-    is_eagle3, has_fc = f"{BLOCK}hidden_norm.weight" in names, "fc.weight" in names
-    if any("kv_a_proj" in name or "kv_b_proj" in name for name in names):
-        raise UserError(f"{given} is an EAGLE-3 drafter with latent attention (MLA); give one with a Llama block")
-    if found is None and has_fc and not is_eagle3:
-        found = "EAGLE-1 or EAGLE-2"
-    if found is not None:
-        raise UserError(f"{given} is a drafter of {found}, which is not read; give one of EAGLE-3")
-    if not (is_eagle3 and has_fc):
-        raise UserError(f"{given} holds no EAGLE-3 drafter: it has no fc and {BLOCK}hidden_norm; give another folder")
-    if more := sorted({name.split(".")[1] for name in names if name.startswith("layers.")}):
-        raise UserError(f"{given} has {1 + len(more)} layers; only drafters of one layer are read")
-    if (facts.get("eagle_config") or {}).get("use_aux_hidden_state") is False:
-        raise UserError(f"{given} reads no states of layers (use_aux_hidden_state is false); give one that does")
-    if facts.get("logit_scale", 1) != 1:
-        raise UserError(f"{given} scales its logits by {facts['logit_scale']}, which is not read; give another one")
+def _why_not(facts: Mapping, names: list[str]) -> str | None:
+    """Return why a folder with tensors of these names is not read: it holds another kind, or is computed otherwise."""
+    keys = [key for key in KEYS_OF_OTHERS if facts.get(key) not in (None, False)]
+    said = [one.lower() for one in (_types(facts), *keys, *names)]
+    found = next((kind for kind, words in OTHERS.items() if any(re.search(words, one) for one in said)), None)
+    has_fc, has_norm = "fc.weight" in names, f"{BLOCK}hidden_norm.weight" in names
+    found = "EAGLE-1 or EAGLE-2" if found is None and has_fc and not has_norm else found
+    layers = {name.split(".")[1] for name in names if name.startswith("layers.")}
+    reads_states = (facts.get("eagle_config") or {}).get("use_aux_hidden_state", True)
+    reasons = {
+        "is an EAGLE-3 drafter with latent attention (MLA); give one with a Llama block": re.search(
+            "kv_[ab]_proj", " ".join(names)
+        ),
+        f"is a drafter of {found}, which is not read; give one of EAGLE-3": found,
+        f"holds no EAGLE-3 drafter: it has no fc and {BLOCK}hidden_norm; give another folder": not (
+            has_fc and has_norm
+        ),
+        f"has {1 + len(layers)} layers; only drafters of one layer are read": layers,
+        "reads no states of layers (use_aux_hidden_state is false); give one that does": not reads_states,
+        f"scales its logits by {(scale := facts.get('logit_scale', 1))}, which is not read; give another": scale != 1,
+    }
+    return next((reason for reason, is_so in reasons.items() if is_so), None)
 
 
 def _types(facts: Mapping) -> str:
     """Return what a config.json calls itself, in small letters."""
-    architectures = facts.get("architectures")
-    said = [*(architectures if isinstance(architectures, list) else []), facts.get("model_type")]
-    return " ".join(str(one) for one in [facts.get("speculators_model_type", ""), *said]).lower()
+    said = [facts.get(key) for key in ("speculators_model_type", "architectures", "model_type")]
+    return " ".join(map(str, said)).lower()
 
 
 def _tensors(folder: Path, given: str) -> dict[str, Tensor]:
@@ -307,17 +313,6 @@ def _flags(facts: Mapping, tensors: Mapping[str, Tensor], guesses: list[str]) ->
     if flags["norm_output"] and not is_speculators:
         guesses.append("norm_output feeds back the normed state, as engines do; SpecForge trains without")
     return flags
-
-
-def _drafting(facts: Mapping, layer: Mapping) -> dict:
-    """Return the draft length and the window that a folder names, where it does."""
-    found = {name: facts[name] for name in ("k", "window_tokens") if name in facts}
-    methods = (facts.get("speculators_config") or {}).get("proposal_methods")
-    if methods:  # its trainer masks by a window, too; in the layout of SafeAILab no engine does
-        found["k"] = methods[0]["speculative_tokens"]
-    if "speculators_model_type" in facts and "sliding_attention" in (layer.get("layer_types") or []):
-        found["window_tokens"] = layer["sliding_window"]
-    return found
 
 
 def _kept(
