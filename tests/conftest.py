@@ -166,7 +166,7 @@ def compile_trees() -> None:
 
 @pytest.fixture(autouse=True, scope="session")
 def _compiled(tmp_path_factory):
-    """Compile into numba's cache, beside the sources, what several test processes (-n 2) need: each part in one."""
+    """Compile into this user's folder what several test processes (-n 2) need: each part in one."""
     parts, worker = [compile_operations, compile_trees, compile_lookups], os.environ.get("PYTEST_XDIST_WORKER")
     for part in {None: [], "gw0": parts}.get(worker, parts[::-1]):
         with FileLock(tmp_path_factory.getbasetemp().parent / f"{part.__name__}.lock"):
