@@ -18,7 +18,7 @@ from matplotlib.patches import Arc
 
 ROOT = Path(__file__).resolve().parents[1]
 COMMANDS = "commands"
-BASE = ("errors", "caches", "old_names", "config", "terminal")  # which every package may import
+BASE = ("errors", "caches", "compiled", "old_names", "config", "terminal")  # which every package may import
 
 
 def main() -> None:

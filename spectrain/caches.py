@@ -9,15 +9,19 @@ from pathlib import Path
 log = logging.getLogger(__name__)
 
 
+def home() -> Path:
+    """Return the folder of this user's caches."""
+    return Path(os.path.expanduser(os.environ.get("XDG_CACHE_HOME") or "~/.cache"))
+
+
 def settle() -> None:
     """Let the environment name folders that can be written, and say so. Libraries read it when they are imported."""
-    home = Path(os.path.expanduser(os.environ.get("XDG_CACHE_HOME") or "~/.cache"))
-    hub = Path(os.path.expanduser(os.environ.get("HF_HOME") or home / "huggingface"))
-    lacking = [folder for folder in (home, hub) if not is_writable(folder)]
+    hub = Path(os.path.expanduser(os.environ.get("HF_HOME") or home() / "huggingface"))
+    lacking = [folder for folder in (home(), hub) if not is_writable(folder)]
     if not lacking:
         return
     other = temporary_folder()
-    if home in lacking:
+    if home() in lacking:
         os.environ["XDG_CACHE_HOME"] = str(other)  # of numba, torch, W&B
         for variable, name in (("TRITON_HOME", "triton"), ("MPLCONFIGDIR", "matplotlib")):
             os.environ.setdefault(variable, str(other / name))

@@ -21,12 +21,15 @@ import shlex
 import sys
 import time
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import hydra
-from hydra._internal.utils import get_args_parser
+from hydra import version
+from hydra._internal.hydra import Hydra
+from hydra._internal.utils import create_automatic_config_search_path, get_args_parser
+from hydra.core.global_hydra import GlobalHydra
 from hydra.core.hydra_config import HydraConfig
 from hydra.errors import HydraException, OverrideParseException
 from hydra.types import RunMode
@@ -119,11 +122,31 @@ def run(module: str) -> None:
         config.register()
         sys.argv[1:] = flags_first(expand_shorthands(arguments, name))
         try:
-            hydra.main(version_base="1.3", config_path=str(conf_dir()), config_name=name)(job)()
+            compose_and_run(name, job)
         finally:  # not after each job of a multirun: DeepSpeed keeps its groups for the life of a process
             leave_ranks()
         if failed:
             raise UserError(f"{len(failed)} of the jobs failed: {'; '.join(failed)}")
+
+
+def compose_and_run(name: str, job: Callable[[DictConfig], None]) -> None:
+    """Run a job with the options of a command, or each job of a sweep.
+
+    `hydra.main` does the same, but composes all options once more to see whether they choose a sweep, as -m does.
+    """
+    args = get_args_parser().parse_args()
+    asked = {flag for flag, value in vars(args).items() if value} - {"overrides", "run", "multirun"}
+    if asked or any(one.startswith("hydra.mode=") for one in args.overrides):
+        hydra.main(version_base="1.3", config_path=str(conf_dir()), config_name=name)(job)()
+        return
+    version.setbase("1.3")
+    path = create_automatic_config_search_path(None, __name__, str(conf_dir()))
+    composer = Hydra.create_main_hydra2(__name__.rpartition(".")[2], path)
+    run, mode = (composer.multirun, "MULTIRUN") if args.multirun else (composer.run, "RUN")
+    try:
+        run(config_name=name, task_function=job, overrides=[*args.overrides, f"hydra.mode={mode}"])
+    finally:
+        GlobalHydra.instance().clear()
 
 
 def expand_shorthands(arguments: Sequence[str], name: str) -> list[str]:
@@ -295,9 +318,10 @@ def hydra_sentence(error: HydraException, name: str, arguments: list[str]) -> st
     text = str(error)
     if found := re.match(r"Could not override '([^']+)'", text):
         wrong = found[1]
-        if is_group(wrong) and "defaults list" in text:
+        if wrong == "exp" and name == "train":
             return f"{wrong} must be written with a plus sign here: +{wrong}=..."
-        return f"unknown option: {wrong}{nearest(wrong, option_names(name, arguments)) or '; --help lists all options'}"
+        others = [one for one in option_names(name, arguments) if one != wrong]  # which is a group of other commands
+        return f"unknown option: {wrong}{nearest(wrong, others) or '; --help lists all options'}"
     options = r"Could not find '([^']+)/([^'/]+)'\s+Available options in '[^']+':\s+(.*?)\s*Config"
     if found := re.search(options, text, re.DOTALL):
         known = found[3].split()

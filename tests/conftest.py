@@ -21,8 +21,6 @@ import numpy as np
 import pytest
 import torch
 from filelock import FileLock
-from hydra._internal.hydra import Hydra
-from hydra.core.config_store import ConfigStore
 from lightning.pytorch.utilities import rank_zero_only
 from transformers import (
     AutoConfig,
@@ -165,7 +163,7 @@ def compile_trees() -> None:
 
 @pytest.fixture(autouse=True, scope="session")
 def _compiled(tmp_path_factory):
-    """Compile into numba's cache, beside the sources, what several test processes (-n 2) need: each part in one."""
+    """Compile into this user's folder what several test processes (-n 2) need: each part in one."""
     parts, worker = [compile_operations, compile_trees, compile_lookups], os.environ.get("PYTEST_XDIST_WORKER")
     for part in {None: [], "gw0": parts}.get(worker, parts[::-1]):
         with FileLock(tmp_path_factory.getbasetemp().parent / f"{part.__name__}.lock"):
@@ -250,11 +248,7 @@ def _nothing_shipped(monkeypatch, request):
 
 @pytest.fixture(autouse=True, scope="session")
 def _quick_commands():
-    """Begin at once, which is half of what a small command takes: processes that tests start begin as everywhere.
-
-    Hydra composes all options once more to learn its own mode, which -m says as well, and copies all classes each time.
-    A training predicts what it will take, and goes on without where that fails.
-    """
+    """Begin trainings at once: they predict what they will take, and go on without where that fails."""
     plan_for = train.plan_for
 
     def plan_if_asked(config: Train) -> tuple[Plan, Machine]:
@@ -263,8 +257,6 @@ def _quick_commands():
         return plan_for(config)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Hydra, "get_mode", lambda *_, **__: None)
-        patch.setattr(ConfigStore, "__deepcopy__", lambda store, _: store, raising=False)
         patch.setattr(train, "plan_for", plan_if_asked)
         yield
 

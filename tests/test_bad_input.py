@@ -38,6 +38,9 @@ MISSPELT = [
     ("bench out=b\udcff", "out= UTF-8"),
     ("bench ~seed", "~seed would remove an option"),
     ("train kind=spire", "+exp=spire"),
+    (f"train {SPIRE} own=3", "unknown own"),
+    (f"train {SPIRE} +own=3", "unknown own"),
+    ("recommend method=pld", "unknown methods?"),
 ]
 WRONG_TYPE = [
     (f"generate {PLD} max_new_tokens=foo", "max_new_tokens foo"),

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 import yaml
+from hydra._internal.config_loader_impl import ConfigLoaderImpl
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from omegaconf import OmegaConf
 
@@ -254,6 +255,22 @@ def test_jobs_of_a_sweep_go_on_when_others_fail(run, monkeypatch):
     ):
         assert f"max_new_tokens={number}: {why}" in last
     assert "RuntimeError: an error of the code" in lines  # of a traceback
+
+
+@pytest.mark.parametrize("sweep", [[], ["-m"], ["hydra.mode=MULTIRUN"]])
+def test_options_are_composed_once_where_no_sweep_is_asked_for(sweep, run, monkeypatch):
+    composed_for, compose = [], ConfigLoaderImpl.load_configuration
+
+    def counted(loader, *arguments, **options):
+        composed_for.append(options["overrides"])
+        return compose(loader, *arguments, **options)
+
+    monkeypatch.setattr(ConfigLoaderImpl, "load_configuration", counted)
+    monkeypatch.setattr("spectrain.generate.main", lambda options: print(options.max_new_tokens))
+    tokens = "2,3" if sweep else "2"
+    code, out, err = run("generate", *sweep, "prompt=x", f"max_new_tokens={tokens}")
+    assert (code, out.split()) == (0, tokens.split(",")), err
+    assert sweep or len(composed_for) == 1
 
 
 def asked(tmp_path: Path, *arguments: str, stdout: int = subprocess.PIPE) -> subprocess.CompletedProcess:

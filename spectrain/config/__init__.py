@@ -76,12 +76,13 @@ GROUPS = {  # files of groups that are classes
 def register() -> None:
     """Tell Hydra about every command and group that is not a yaml."""
     store = ConfigStore.instance()
+    store.__deepcopy__ = lambda _: store  # Hydra copies all of it for each composition, and what it loads again
     for (name, file), kind in GROUPS.items():
         # An experiment's options stand beside those that all trainings share.
         package = "_global_" if name == "exp" else None
         store.store(group=name, name=file, package=package, node=asdict(kind()))
     for name, (kind, groups) in COMMANDS.items():
-        own = {key: value for key, value in asdict(kind()).items() if key not in groups}
+        own = {key: value for key, value in plain(kind()).items() if key not in groups}
         store.store(name=name, node={"defaults": ["command", *({k: v} for k, v in groups.items()), "_self_"], **own})
 
 
@@ -95,6 +96,7 @@ def options_of(command: str, cfg: DictConfig) -> object:
 def training_of(values: Mapping, checks: bool = True) -> training.Train:
     """Turn plain values into the options of a training; those of an earlier one need no `checks`."""
     shared, experiment = types_of(training.Train), training.EXPERIMENTS.get(values["kind"])
+    del shared["own"]  # which nobody types
     own = {name: value for name, value in values.items() if name not in shared}
     if values["experiment"] and experiment:
         own = typed(own, experiment, checks=checks)

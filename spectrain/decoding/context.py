@@ -127,15 +127,15 @@ class Context:
         self._samplings += samplings or [self._default] * len(prompts)
         self.sampling = sampling_of(self._samplings)
         self.n_tokens += [0] * len(prompts)
-        self.room += [own + len(prompt) for own, prompt in zip(room, prompts, strict=True)]  # `_extend` takes it off
+        self.room += [own + len(prompt) for own, prompt in zip(room, prompts, strict=True)]  # `extend` takes it off
         self.uniforms.append(generators, [len(prompt) for prompt in prompts])
-        self._extend(prompts, range(self.n_rows - len(prompts), self.n_rows))
+        self.extend(prompts, self.n_rows - len(prompts))
 
     def root(self, rows: range, tokens: Tensor, logits: Tensor) -> None:
         """Give the new rows `rows` their first roots, tokens [R], drawn from logits [R, V]."""
         self.roots = torch.cat([self.roots[: rows.start], tokens])
         self._last_logits = logits if rows.start == 0 else torch.cat([self.last_logits[: rows.start], logits])
-        self._extend([[token] for token in tokens.tolist()], rows)
+        self.extend([[token] for token in tokens.tolist()], rows.start)
         new = torch.tensor([self.n_tokens[row] for row in rows])
         self.lengths = torch.cat([self.lengths[: rows.start], to_device(new, self.device)])
         self.uniforms.follow(self.lengths)
@@ -149,9 +149,17 @@ class Context:
         self.lengths = self.lengths + verified.accepted + 1
         self.uniforms.follow(self.lengths)
 
-    def extend(self, emitted: Sequence[Sequence[int]]) -> None:
-        """After the same step, on the host: row b gained emitted[b], the last of which is its new root."""
-        self._extend(emitted, range(self.n_rows))
+    def extend(self, emitted: Sequence[Sequence[int]], first: int = 0) -> None:
+        """After the same step, on the host: row first + b gained emitted[b], the last of which is its new root."""
+        needed = max(self.n_tokens) + max(map(len, emitted))
+        if needed > (size := self._tokens.shape[1]):
+            grown = torch.nn.functional.pad(torch.from_numpy(self._tokens), (0, max(needed, 2 * size) - size))
+            self._tokens = grown.numpy()
+        for row, tokens in enumerate(emitted, first):
+            start = self.n_tokens[row]
+            self._tokens[row, start : start + len(tokens)] = tokens
+            self.n_tokens[row] += len(tokens)
+            self.room[row] -= len(tokens)
 
     def free(self, row: int) -> None:
         """Remove a row: the last row moves into its place."""
@@ -164,17 +172,6 @@ class Context:
             values[row] = values[-1]
             values.pop()
         self.sampling = sampling_of(self._samplings or [self._default])
-
-    def _extend(self, emitted: Sequence[Sequence[int]], rows: range) -> None:
-        needed = max(self.n_tokens) + max(map(len, emitted))
-        if needed > (size := self._tokens.shape[1]):
-            grown = torch.nn.functional.pad(torch.from_numpy(self._tokens), (0, max(needed, 2 * size) - size))
-            self._tokens = grown.numpy()
-        for row, tokens in zip(rows, emitted, strict=True):
-            start = self.n_tokens[row]
-            self._tokens[row, start : start + len(tokens)] = tokens
-            self.n_tokens[row] += len(tokens)
-            self.room[row] -= len(tokens)
 
 
 def until_end(tokens: Tensor, stop_ids: Tensor) -> Tensor:

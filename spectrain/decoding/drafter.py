@@ -64,6 +64,9 @@ class Drafter(ABC):
     def __init_subclass__(cls, **options: object) -> None:
         super().__init_subclass__(**options)
         _refuse(cls, vars(cls).keys() & FACTS)
+        if "method" in vars(cls):  # what it does not state is as in the class that it extends
+            stated = {name: value for name, value in vars(cls.method).items() if value != getattr(Method(), name)}
+            cls.method = replace(super(cls, cls).method, **stated)
 
     def describe(self, **facts: object) -> Self:
         """Add facts to its record, in its constructor and by what builds it, and return the drafter."""

@@ -24,7 +24,8 @@ from spectrain.decoding.graph_capture import rehearse
 from spectrain.decoding.loop import Batch, Emitted, Row
 from spectrain.decoding.prefixes import Prefixes
 from spectrain.decoding.sampling import Sampling, row_generator
-from spectrain.errors import UserError, check_whole, shown
+from spectrain.decoding.verify import VERIFICATIONS
+from spectrain.errors import UserError, check_choice, check_whole, shown
 from spectrain.target.device import is_out_of_memory, out_of_memory_advice
 from spectrain.target.kv_cache import KVCache, States
 from spectrain.target.prefill import unread_parts
@@ -101,6 +102,7 @@ class Engine:
         cache_block_tokens: int = CACHE_BLOCK,
     ) -> None:
         check_whole("batch_size", batch_size, 1)
+        check_choice("verification", verification, VERIFICATIONS)
         self.target, self.drafter, self.batch_size = target, drafter, batch_size
         self.verification, self.prefixes, self.cache_block_tokens = verification, prefixes, cache_block_tokens
         self.draws = drafter.method.draws if draws == "auto" else draws

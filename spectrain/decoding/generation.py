@@ -123,7 +123,7 @@ class Clock:
         self.shares = dict.fromkeys(STAGES, 0.0)  # seconds that a row present from the start would have been given
         self.now = time.perf_counter()  # of the last lap that was counted
         self._spent = [0.0, 0.0]  # seconds of this step so far: on its draft, and on the rest
-        self._laps: list[tuple[str | None, int, torch.cuda.Event] | Told] = []  # not yet counted
+        self._laps: list[tuple[str | None, int, torch.cuda.Event] | Told | None] = []  # not yet counted
         self._event = self._record() if self.on_gpu else None  # of the last lap that was counted
 
     def lap(self, stage: str | None, n_rows: int = 1, seconds: float | None = None) -> None:
@@ -140,7 +140,6 @@ class Clock:
 
     def end_step(self, told: Told | None) -> None:
         """A step has ended: say what its draft took, and the rest of it, once that is known."""
-        told = told or (lambda draft_s, rest_s: None)
         if self.on_gpu:
             self._laps.append(told)
         else:
@@ -160,9 +159,10 @@ class Clock:
             else:
                 self._tell(lap)
 
-    def _tell(self, told: Told) -> None:
+    def _tell(self, told: Told | None) -> None:
         spent, self._spent = self._spent, [0.0, 0.0]
-        told(*spent)
+        if told is not None:
+            told(*spent)
 
     def _record(self) -> torch.cuda.Event:
         event = torch.cuda.Event(enable_timing=True)

@@ -171,7 +171,8 @@ class Batch:
             if reason is not None:
                 found.finish_reason = reason
                 ended.append(index)
-        self._leave(ended)
+        if ended:
+            self._leave(ended)
         return gained
 
     def _leave(self, indices: Sequence[int]) -> None:
@@ -185,8 +186,7 @@ class Batch:
             self.rows[index] = self.rows[-1]
             self.rows.pop()
         self.clock.lap("other", n_rows)
-        if left:
-            self.clock.settle()
+        self.clock.settle()
         for row in left:
             row.generation.target_forwards = len(row.generation.accepted)
             row.generation.elapsed_s = self.clock.now - row.joined_s
@@ -262,5 +262,5 @@ def _read_back(tree: DraftTree, verified: Verified, asked: Tensor | None) -> _St
 def _joined(parts: list[Tensor]) -> list[list[int]]:
     """Return the rows of tensors [n, .] side by side, in one transfer from a device."""
     if parts[0].device.type == "cpu":
-        return [[*itertools.chain(*rows)] for rows in zip(*map(Tensor.tolist, parts), strict=True)]
+        return [*map(list, itertools.starmap(itertools.chain, zip(*map(Tensor.tolist, parts), strict=True)))]
     return torch.cat(parts, dim=1).tolist()

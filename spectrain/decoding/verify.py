@@ -14,7 +14,6 @@ from torch import Tensor
 
 from spectrain import kernels
 from spectrain.decoding.sampling import RowSampling, Sampling, SharedNoise, Uniforms, argmax, draw_token
-from spectrain.errors import check_choice
 from spectrain.kernels import ROWS, Graphs, padded
 from spectrain.target.kv_cache import KVCache
 from spectrain.target.tree import DraftTree
@@ -70,11 +69,7 @@ def verify(
         best: [B, N] int64 the likeliest token of each node; None: not known. Only greedy decoding reads it.
         graphs: replay the verification of trees whose logits are few; None: none do.
         cache: of the target, in which they move the accepted nodes, too.
-
-    Raises:
-        UserError: `verification` is neither.
     """
-    check_choice("verification", verification, VERIFICATIONS)
     # A q is judged by uniform numbers; where the noise is shared there are none.
     assert tree.probs is None or not sampling.shares_noise, "with shared noise drafts are deterministic"
     if graphs is not None and isinstance(sampling, Sampling) and is_replayed(sampling, *logits.shape):

@@ -158,7 +158,7 @@ class ChainDrafter(CountingDrafter):
         if size is None:
             size = self.gamma if self.budget is None else self.budget.choose(context.n_rows)
         tree = self.draft(context, size) if size else DraftTree.root_only(context.roots)
-        self.reads = tree.shape[1] - 1
+        self.reads = tree.tokens.shape[1] - 1
         return tree
 
     def extend(self, context: Context, emitted: Sequence[list[int]], asked: Sequence[list[int]]) -> None:
@@ -262,10 +262,10 @@ def draft_chain(
 
 def limits(context: Context, gamma: int) -> tuple[int, Tensor | None]:
     """Return the most tokens of a chain (0: no row has room), and of each row's, [n] int64 (None: as many)."""
-    left = [min(gamma, room - 1) for room in context.room]
-    longest = max(left) if context.device.type == "cpu" else gamma  # elsewhere each length would be recorded
-    ragged = to_device(torch.tensor(left).clamp_min(0), context.device) if min(left) < longest else None
-    return longest if max(left) > 0 else 0, ragged
+    most = min(gamma, max(context.room) - 1)
+    longest = most if context.device.type == "cpu" else gamma  # elsewhere each length would be recorded
+    left = (torch.tensor(context.room) - 1).clamp(0, gamma) if min(context.room) - 1 < longest else None
+    return longest if most > 0 else 0, None if left is None else to_device(left, context.device)
 
 
 def cut(context: Context, tokens: Tensor, probs: Sequence[Tensor] | Tensor | None, lengths: Tensor | None) -> DraftTree:

@@ -11,9 +11,9 @@ from collections.abc import Sequence
 
 import numpy as np
 import torch
-from numba import njit
 from torch import Tensor
 
+from spectrain.compiled import compiled, n_below, order_by
 from spectrain.decoding import Context
 from spectrain.drafting.ranking import KINDS, LIKELIEST, PARENTS, TOKENS
 from spectrain.kernels import TEMPERATURE
@@ -41,7 +41,7 @@ def both_known(of_model: Sequence[float]) -> list[float]:
     return [min(LIKELIEST, ratio / (1 + ratio)) for ratio in joint]
 
 
-@njit(nogil=True, cache=True)
+@compiled
 def next_read(likely, others, drafts, new, stops, n_scored, chosen):
     """Choose the nodes of the newest level, `new`, that are read next.
 
@@ -61,29 +61,37 @@ def next_read(likely, others, drafts, new, stops, n_scored, chosen):
         How many nodes of each row are read, as many as of the row that reads most, and the sum of their chances.
     """
     n_rows, most = chosen.shape
-    n_read, reached = 0, 0.0
+    n_known, n_read, reached = new[1] - 1 + others.shape[1], 0, 0.0
+    known, places = np.empty(n_known + 1), np.empty(n_known, dtype=np.int64)
     for row in range(n_rows):
-        before = np.sort(np.concatenate((likely[row, 1 : new[1]], others[row])))[::-1]
-        least = before[min(n_scored, len(before)) - 1]
-        level = likely[row, new[0] : new[1]].copy()
+        for i in range(n_known):
+            known[i] = likely[row, 1 + i] if i < new[1] - 1 else others[row, i - new[1] + 1]
+            places[i] = i
+        order_by(known, places)
+        least = known[places[min(n_scored, n_known) - 1]]
+        level = places[: new[1] - new[0]]
         for i in range(len(level)):
+            level[i] = new[0] + i
+            known[level[i]] = likely[row, level[i]]
             for stop in stops:
-                if drafts[row, TOKENS, new[0] + i] == stop:
-                    level[i] = -1.0
-        order = np.argsort(-level, kind="mergesort")[:most]
+                if drafts[row, TOKENS, level[i]] == stop:
+                    known[level[i]] = -1.0
+        order_by(known, level)
         worth = 0
-        for place, i in enumerate(order):
-            chosen[row, place] = new[0] + i
-            if level[i] >= least and level[i] > 0.0:
+        for place, node in enumerate(level[:most]):
+            chosen[row, place] = node
+            if known[node] >= least and known[node] > 0.0:
                 worth += 1
-                reached += level[i]
+                reached += known[node]
         n_read = max(n_read, worth)
+    for i in range(n_known + 1):
+        known[i] = -i
     for row in range(n_rows):
-        chosen[row, :n_read] = np.sort(chosen[row, :n_read])
+        order_by(known, chosen[row, :n_read])
     return n_read, reached
 
 
-@njit(nogil=True, cache=True)
+@compiled
 def merge_lookup(draft, size, found, found_size, likely, kinds):
     """Add the nodes that a lookup has found behind the same root to a model's draft [4, N].
 
@@ -115,12 +123,13 @@ def merge_lookup(draft, size, found, found_size, likely, kinds):
         if at < 0:
             at = size
             size += 1
-            draft[:, at] = found[:, i]
+            for column in range(len(draft)):
+                draft[column, at] = found[column, i]
             draft[PARENTS, at] = parent
             if was_read:
                 draft[KINDS, at] += n_found
         elif first <= draft[KINDS, at] < first + N_KINDS:
-            sure = np.searchsorted(SURENESS, likely[i] / max(likely[above], 1e-9))
+            sure = n_below(SURENESS, likely[i] / max(likely[above], 1e-9))
             draft[KINDS, at] = first + N_KINDS + sure * N_SHARES + (draft[KINDS, at] - first) % N_SHARES
         places[i] = at
     return size

@@ -14,8 +14,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import numpy as np
-from numba import njit
 
+from spectrain.compiled import compiled, inner, order_by
 from spectrain.decoding.sampling import RowSampling, Sampling
 from spectrain.target.tree import PADDING_PARENT
 
@@ -30,7 +30,7 @@ LIKELIEST = 0.98  # no candidate is held for more certain
 CANDIDATES = 2  # times the nodes that are scored, where their number is fixed
 
 
-@njit(nogil=True, cache=True)
+@inner
 def _chance(kind, depth, hits, trials, prior):
     """The chance that a candidate of this kind and depth (from 0) is right where its parent is, for any row."""
     last = hits.shape[1] - 1  # where a kind's sum over depths stands
@@ -38,7 +38,7 @@ def _chance(kind, depth, hits, trials, prior):
     return (hits[kind, depth] + KIND_TRIALS * of_kind) / (trials[kind, depth] + KIND_TRIALS)
 
 
-@njit(nogil=True, cache=True)
+@inner
 def _count(kind, depth, hit, hits, trials):
     for place in (depth, hits.shape[1] - 1):
         trials[kind, place] += 1.0
@@ -48,7 +48,7 @@ def _count(kind, depth, hit, hits, trials):
             hits[kind, place] *= 0.5
 
 
-@njit(nogil=True, cache=True)
+@compiled
 def chances(drafts, sizes, n_probes, learnt, own, out):
     """Fill out [b, N] float64 with the chance that each candidate is accepted; probes and padding have 0.
 
@@ -76,7 +76,7 @@ def chances(drafts, sizes, n_probes, learnt, own, out):
             one[i] = one[parent] * chance
 
 
-@njit(nogil=True, cache=True)
+@compiled
 def learn(draft, size, n_probes, emitted, learnt, own, first_kind=0):
     """Count for one row which candidates were emitted; kinds below `first_kind` are not counted."""
     hits, trials, prior = learnt
@@ -97,13 +97,14 @@ def learn(draft, size, n_probes, emitted, learnt, own, first_kind=0):
             own[near, 0] += 1.0 if found >= 0 else 0.0
             own[near, 1] += min(expected, LIKELIEST)
             if own[near, 1] > MOST_ROW_TRIALS:
-                own[near] *= 0.5
+                own[near, 0] *= 0.5
+                own[near, 1] *= 0.5
         if found < 0:
             break
         node = found
 
 
-@njit(nogil=True, cache=True)
+@compiled
 def best_width(sizes, n_probes, likely, worth, widths, order):
     """Find how many of the likeliest candidates of each row are worth scoring.
 
@@ -122,7 +123,9 @@ def best_width(sizes, n_probes, likely, worth, widths, order):
     widest = 0
     for row in range(n_rows):
         n = sizes[row] - first
-        order[row, :n] = first + np.argsort(-likely[row, first : sizes[row]], kind="mergesort")
+        for i in range(n):
+            order[row, i] = first + i
+        order_by(likely[row], order[row, :n])
         widest = max(widest, n)
     best, chosen, best_gained, gained, done = 0.0, 0, 0.0, 0.0, 0
     for width in widths:
@@ -139,7 +142,7 @@ def best_width(sizes, n_probes, likely, worth, widths, order):
     return chosen, best_gained, best
 
 
-@njit(nogil=True, cache=True)
+@compiled
 def cut(drafts, sizes, n_probes, order, width, kept):
     """Keep the likeliest candidates of each row.
 
@@ -163,7 +166,8 @@ def cut(drafts, sizes, n_probes, order, width, kept):
         n = min(width, sizes[row] - first)
         taken[:first] = True
         taken[first:] = False
-        taken[order[row, :n]] = True
+        for i in range(n):
+            taken[order[row, i]] = True
         end = 0
         for i in range(sizes[row]):
             if taken[i]:

@@ -24,7 +24,7 @@ class AdaptiveNgram(LookupDrafter):
         max_nodes: the root included; fewer than draft_tokens + 1 shorten the guesses.
     """
 
-    method = Method(joins_late=True, drafts_chains=True)
+    method = Method(drafts_chains=True)
 
     def __init__(self, max_order: Several = 5, draft_tokens: Whole = 10, max_nodes: Nodes = 11):
         self.priors = [min(0.9, 0.2 + 0.15 * length) for length in range(max_order)]  # by the context's length

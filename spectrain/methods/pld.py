@@ -29,7 +29,7 @@ class PromptLookup(LookupDrafter):
         max_nodes: the root included; fewer than draft_tokens + 1 shorten the guesses.
     """
 
-    method = Method(joins_late=True, drafts_chains=True)
+    method = Method(drafts_chains=True)
 
     def __init__(
         self,

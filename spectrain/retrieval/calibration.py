@@ -11,8 +11,8 @@ from collections.abc import Iterable
 from pathlib import Path
 
 import numpy as np
-from numba import njit
 
+from spectrain.compiled import compiled
 from spectrain.retrieval.continuation_tree import CHILD, COUNT, SIBLING, TOKEN, ContinuationTrie
 from spectrain.retrieval.fusion import Retriever
 from spectrain.stores.files import read_json, write_json
@@ -21,7 +21,7 @@ CALIBRATION = "calibration.json"  # in the folder of a datastore: {source: [[fac
 FEW_PLACES = 20.0  # places that say nothing yet: a factor from few places is drawn towards 1
 
 
-@njit(nogil=True, cache=True)
+@compiled
 def _tally(tree, node, seen, coming, claimed, kept):
     """Add what the tree below `node` claims at each depth that the text reaches, and whether `coming` kept to it."""
     n_depths = min(len(claimed), len(coming))

@@ -12,8 +12,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import numpy as np
-from numba import njit
 
+from spectrain.compiled import compiled, inner
 from spectrain.retrieval.suffix_array import find_ranges, longest_suffix, nth_match, separator_of
 
 TOKEN, COUNT, CHILD, SIBLING = range(4)
@@ -21,7 +21,7 @@ EMPTY = -1  # a free place of the trie's hash table
 FIRST_CAPACITY = 1024  # nodes
 
 
-@njit(nogil=True, cache=True)
+@inner
 def child_of(tree, n_nodes, node, token):
     """Find or add the child of `node` with this token. Return it (0: the tree is full) and the number of nodes."""
     child = tree[node, CHILD]
@@ -39,7 +39,7 @@ def child_of(tree, n_nodes, node, token):
     return n_nodes, n_nodes + 1
 
 
-@njit(nogil=True, cache=True)
+@compiled
 def gather(index, context, lengths, matches, branch, tree, ranges):
     """Write the continuations of the context's suffixes in a store to `tree`.
 
@@ -81,7 +81,7 @@ def gather(index, context, lengths, matches, branch, tree, ranges):
     return longest
 
 
-@njit(nogil=True, cache=True)
+@inner
 def _first_of_shards(ranges, i, take, total):
     """Return which match is the i-th of `take`, of all `total`: the first ones of each shard, by its share of them."""
     begin = 0
@@ -93,7 +93,7 @@ def _first_of_shards(ranges, i, take, total):
     return begin + i - begin * take // total
 
 
-@njit(nogil=True, cache=True)
+@inner
 def _insert(tree, n_nodes, text, position, branch, separator):
     """Count the continuation that begins at `position`."""
     node = 0
@@ -156,13 +156,13 @@ def _new_places(capacity: int) -> np.ndarray:
     return np.full((1 << (2 * capacity - 1).bit_length(), 2), EMPTY, dtype=np.int32)
 
 
-@njit(nogil=True, cache=True)
+@inner
 def _hash(node, token, mask):
     mixed = np.uint64(node) * np.uint64(0x9E3779B97F4A7C15) + np.uint64(token) * np.uint64(0xC2B2AE3D27D4EB4F)
     return np.int64((mixed ^ (mixed >> np.uint64(29))) & np.uint64(mask))
 
 
-@njit(nogil=True, cache=True)
+@inner
 def find_child(nodes, places, node, token):
     """Return the child of `node` with this token, 0 if there is none."""
     mask = len(places) - 1
@@ -175,7 +175,7 @@ def find_child(nodes, places, node, token):
     return 0
 
 
-@njit(nogil=True, cache=True)
+@inner
 def _enter(nodes, places, node, child):
     mask = len(places) - 1
     place = _hash(node, nodes[child, TOKEN], mask)
@@ -185,7 +185,7 @@ def _enter(nodes, places, node, child):
     places[place, 1] = child
 
 
-@njit(nogil=True, cache=True)
+@compiled
 def _rehash(nodes, places):
     """Enter every node of the tree in an empty table."""
     stack = [0]
@@ -198,7 +198,7 @@ def _rehash(nodes, places):
             child = nodes[child, SIBLING]
 
 
-@njit(nogil=True, cache=True)
+@compiled
 def _extend(nodes, places, n_nodes, cursors, n_tokens, new):
     """Count every sequence that ends in a new token. Return the new number of nodes."""
     longest = len(cursors) - 1

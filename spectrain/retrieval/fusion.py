@@ -18,8 +18,8 @@ from dataclasses import dataclass
 from heapq import heappop, heappush
 
 import numpy as np
-from numba import njit
 
+from spectrain.compiled import compiled, inner, n_below
 from spectrain.errors import UserError
 from spectrain.retrieval.candidate_tree import CandidateTree
 from spectrain.retrieval.continuation_tree import CHILD, COUNT, SIBLING, TOKEN, find_child, gather
@@ -63,13 +63,13 @@ def input_priors(max_prefix: int, factors: np.ndarray | None = None) -> list[flo
     return [of * one for of in (strengths if factors is None else factors.tolist()) for one in _EACH]
 
 
-@njit(nogil=True, cache=True)
+@inner
 def _kind(group, share, seen):
-    of_seen = np.searchsorted(SEEN, seen, side="right")
-    return group * N_EACH + np.searchsorted(SHARES, share) * (len(SEEN) + 1) + of_seen
+    of_seen = n_below(SEEN, seen + 1)
+    return group * N_EACH + n_below(SHARES, share) * (len(SEEN) + 1) + of_seen
 
 
-@njit(nogil=True, cache=True)
+@inner
 def _push(queue, priority, depth, origin, token, parent, node, kind, scale):
     """Add a node of a source that would hang below `parent` of the draft; `scale`: of its children's counts."""
     if priority > 0:
@@ -77,7 +77,7 @@ def _push(queue, priority, depth, origin, token, parent, node, kind, scale):
         heappush(queue, (-priority, *ties, np.int64(node), np.int64(kind), scale))
 
 
-@njit(nogil=True, cache=True)
+@inner
 def _push_children(queue, tree, node, depth, origin, parent, scale, discounts, seen, group):
     """Add the children of a source's node, at this depth, with priority count x scale x discount.
 
@@ -92,7 +92,7 @@ def _push_children(queue, tree, node, depth, origin, parent, scale, discounts, s
             child = tree[child, SIBLING]
 
 
-@njit(nogil=True, cache=True)
+@inner
 def _into_draft(draft, n_nodes, parent, token, source, kind):
     """Find or add the child of `parent` with this token. Return it and the number of nodes of the draft.
 
@@ -108,7 +108,7 @@ def _into_draft(draft, n_nodes, parent, token, source, kind):
     return n_nodes, n_nodes + 1
 
 
-@njit(nogil=True, cache=True)
+@inner
 def _first_level(store, own, logits):
     """Return a queue with the first level of every source."""
     queue = [(0.0, 0, 0, 0, 0, 0, 0, 0.0)]  # so numba knows the types: priority, ties, node, kind, scale
@@ -116,7 +116,7 @@ def _first_level(store, own, logits):
     tree, discounts, longest = store
     seen = tree[0, COUNT]
     if seen > 0:
-        group = np.searchsorted(STORE_PREFIXES, longest, side="right")
+        group = n_below(STORE_PREFIXES, longest + 1)
         _push_children(queue, tree, 0, 1, OF_DATASTORE, 0, 1.0 / seen, discounts, seen, group)
     tree, places, cursors, by_prefix = own
     for length in range(1, len(cursors)):
@@ -134,7 +134,7 @@ def _first_level(store, own, logits):
     return queue
 
 
-@njit(nogil=True, cache=True)
+@compiled
 def fuse(store, own, logits, limits, root, draft):
     """Fill a draft tree with the likeliest nodes.
 

@@ -12,8 +12,9 @@ Searches are compiled by numba, release the GIL, and read memory-mapped arrays i
 from __future__ import annotations
 
 import numpy as np
-from numba import njit
 from pydivsufsort import divsufsort
+
+from spectrain.compiled import compiled, inner
 
 MAX_SHARD_TOKENS = 2**28  # sorting takes 14 bytes per token of two bytes; its positions are int32
 CHUNK_TOKENS = 2**22
@@ -84,7 +85,7 @@ def next_pairs(tokens: np.ndarray, suffixes: np.ndarray) -> np.ndarray:
     return pairs
 
 
-@njit(nogil=True, cache=True)
+@inner
 def compare(tokens, position, context, begin, end):
     """Compare the text at `position` with context[begin:end]: 0 if it begins with it, -1 if it sorts before, else 1."""
     n_tokens = len(tokens)
@@ -98,7 +99,7 @@ def compare(tokens, position, context, begin, end):
     return 0
 
 
-@njit(nogil=True, cache=True)
+@inner
 def _first_above(values, low, high, least):
     """Return the index of the first of the sorted values[low:high] that is at least `least`."""
     while low < high:
@@ -110,7 +111,7 @@ def _first_above(values, low, high, least):
     return low
 
 
-@njit(nogil=True, cache=True)
+@inner
 def _first_place(tokens, suffixes, low, high, context, begin, end, least):
     """Return the first of the places low..high whose text behind its first three tokens compares as `least` or more."""
     while low < high:
@@ -122,7 +123,7 @@ def _first_place(tokens, suffixes, low, high, context, begin, end, least):
     return low
 
 
-@njit(nogil=True, cache=True)
+@compiled
 def find_range(tokens, suffixes, bounds, pairs, context, begin, end):
     """Return low, high: the suffixes of one shard that begin with context[begin:end], an empty range if none does.
 
@@ -156,13 +157,13 @@ def find_range(tokens, suffixes, bounds, pairs, context, begin, end):
     return low, _first_place(tokens, suffixes, inside, min(inside + step, last), context, begin, end, 1)
 
 
-@njit(nogil=True, cache=True)
+@inner
 def separator_of(index):
     """Return the token that closes each document; the tables of ranges have one more entry for it."""
     return len(index[2][0]) - 2
 
 
-@njit(nogil=True, cache=True)
+@inner
 def find_ranges(index, context, length, ranges):
     """Write the places of the context's last `length` tokens to `ranges` [n_shards, 2]. Return their number."""
     tokens, suffixes, bounds, pairs = index
@@ -176,7 +177,7 @@ def find_ranges(index, context, length, ranges):
     return total
 
 
-@njit(nogil=True, cache=True)
+@compiled
 def longest_suffix(index, context, min_length, max_length, ranges):
     """Find the longest suffix of the context, of min_length..max_length tokens, that is in the store.
 
@@ -198,7 +199,8 @@ def longest_suffix(index, context, min_length, max_length, ranges):
         total = find_ranges(index, context, length, found)
         if total > 0:
             known, matches, floor = length, total, length + 1
-            ranges[:] = found
+            for shard in range(len(found)):  # numba takes three seconds to compile a copy of arrays
+                ranges[shard, 0], ranges[shard, 1] = found[shard, 0], found[shard, 1]
             if total <= FEW_MATCHES:  # checking how far each of them extends to the left is cheaper
                 longest = _leftwards(index, context, length, longest, ranges)
                 if longest > length:
@@ -210,7 +212,7 @@ def longest_suffix(index, context, min_length, max_length, ranges):
     return known, matches
 
 
-@njit(nogil=True, cache=True)
+@inner
 def _leftwards(index, context, length, limit, ranges):
     """Return the longest suffix, at most `limit` tokens, to which a match of the last `length` tokens extends."""
     longest, n_context = length, len(context)
@@ -226,7 +228,7 @@ def _leftwards(index, context, length, limit, ranges):
     return longest
 
 
-@njit(nogil=True, cache=True)
+@compiled
 def nth_match(index, ranges, n):
     """Return the shard of the n-th match and its position there."""
     suffixes = index[1]

@@ -95,7 +95,8 @@ class Forward(DecoderProgram):
         super().__init__(decoder.shape, n_rows, n_tokens)
         d, m = decoder.shape.hidden_size, n_rows * n_tokens
         self.chain = self.hold(torch.ones(1, n_tokens, n_tokens, dtype=torch.bool, device="cpu").tril())
-        self.capture_layers, self.captures, self.attends, self.rotates = capture_layers, [], [], []
+        self.capture_layers, self.attends, self.rotates = capture_layers, [], []
+        self.captures = [0] * len(capture_layers)  # places of copies
         self.final, self.n_vocabulary = self.floats(m, d), decoder.lm_head.weight.shape[0]
         self.embed(decoder.embed_tokens.weight, self.x)
         self.rope_angles(decoder.rope)
@@ -104,7 +105,7 @@ class Forward(DecoderProgram):
             self.norm(self.x, added, block.input_norm.weight, self.normed)
             for c, layer in enumerate(capture_layers):
                 if layer == i:
-                    self.captures.append((self.goes_on(self.copy(self.x, None)), c))
+                    self.captures[c] = self.goes_on(self.copy(self.x, None))
             self.linear(self.normed, block.qkv, self.qkv)
             self.rotates.append(self.split(block, cache.keys[i], cache.values[i]))
             self.attends.append(self.attend_to(cache.keys[i], cache.values[i], self.chain, n_tokens))
@@ -113,7 +114,7 @@ class Forward(DecoderProgram):
         self.norm(self.x, added, decoder.norm.weight, self.final)
         for c, layer in enumerate(capture_layers):
             if layer < 0:
-                self.captures.append((self.goes_on(self.copy(self.final, None)), c))
+                self.captures[c] = self.goes_on(self.copy(self.final, None))
         self.silent = slice(1, 1 + n_silent)
         parts = [slice(0, 1), slice(1 + n_silent, m)] if n_rows == 1 and n_silent else [slice(0, m)]
         if n_silent == n_tokens:
@@ -166,8 +167,7 @@ class Forward(DecoderProgram):
             self.point(self.best_at, 4, best)
         if self.captures:
             captured = torch.empty(len(self.capture_layers), *shape, self.x.shape[1], dtype=torch.float32)
-            for place, c in self.captures:
-                self.point(place, 2, captured[c])
+            self.point(self.captures, 2, [*map(Tensor.data_ptr, captured)])
             captured = captured.movedim(0, 2)
         self.run()
         return logits, best, captured, self.final.view(*shape, -1)

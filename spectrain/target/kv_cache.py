@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import math
 import mmap
+import operator
 from collections.abc import Sequence
 from itertools import zip_longest
 
@@ -177,7 +178,7 @@ class KVCache(Cache):
 
     def extend(self, counts: Sequence[int]) -> None:
         """The same on the host: each row has counts[b] tokens more, the root included."""
-        self.lengths = [length + count for length, count in zip(self.lengths, counts, strict=True)]
+        self.lengths = [*map(operator.add, self.lengths, counts)]
 
     def keep(self, n_nodes: int) -> None:
         """Commit the first nodes of the last forward in every row, on device and host."""

@@ -235,12 +235,6 @@ class LeanEngine:
         self._renew()
         return self._storage
 
-    @property
-    def fused(self) -> ModuleType | None:
-        """The module that runs steps through our own kernels; None: torch runs them."""
-        self._renew()
-        return self._fused
-
     def begin(self) -> tuple[int, ...]:
         """Look before a generation at the model, whose tensors may be others now. Return where they are in memory.
 
@@ -274,20 +268,21 @@ class LeanEngine:
         self._weights, self._copied, self._unembedding = addresses(self.model), whole.copied, None
         self._storage = unique()
         self._fuses = on_a_cpu and can_fuse(self._decoder, whole.shape)
-        self._fused = fused_kernels(whole.shape, self.device) if self._compiles else None
+        # The module that runs steps through our own kernels; None: torch runs them.
+        self.fused = fused_kernels(whole.shape, self.device) if self._compiles else None
 
     def forward_of(
         self, cache: KVCache, n_rows: int, n_nodes: int, capture_layers: Sequence[int], n_silent: int = 0
     ) -> Forward | None:
         """Return what scores n_rows trees of n_nodes against a cache as one program; None where torch has to."""
-        storage = self.storage
+        self._renew()
         if not (self._fuses and cache.keys and n_rows * n_nodes <= MOST_TOKENS):
             return None
         if cache.keys[0].dtype != torch.float32 or torch.is_grad_enabled():
             return None
         cache.programs = cache.programs or Programs()
         shape = n_rows, n_nodes, tuple(capture_layers), n_silent
-        key = storage, cache.storage, *shape
+        key = self._storage, cache.storage, *shape
         return cache.programs.get(key, lambda: Forward(self._decoder, cache, *shape))
 
     def run(

@@ -187,6 +187,11 @@ def test_memory_admits_requests_in_order():
         Engine(target, Autoregressive(), 4, memory=100 * target.token_bytes)
 
 
+def test_an_unknown_rule_of_verification_is_refused():
+    with pytest.raises(UserError, match="verification=blocks must be one of token, block"):
+        Engine(TargetModel(tiny_model()), Autoregressive(), 1, verification="blocks")
+
+
 def test_memory_counts_what_rows_once_held(monkeypatch):
     target, chance, held, taken = target_of("llama_gqa"), random.Random(3), {}, []
     monkeypatch.setattr(engine_module, "MOST_NODES", 8)

@@ -12,7 +12,6 @@ from scipy.stats import chisquare
 from spectrain import kernels
 from spectrain.decoding import Sampling, Verified, verify
 from spectrain.decoding.sampling import Uniforms, row_generator
-from spectrain.errors import UserError
 from spectrain.target import DraftTree
 
 ALPHA = 1e-4
@@ -155,11 +154,6 @@ def test_accepts_strictly_more_in_the_paper_s_example():
     for verification, expected in (("token", 10 / 9), ("block", 11 / 9)):
         accepted = verify(*arguments, generators(N_SAMPLES), verification).accepted.double()
         assert abs(float(accepted.mean()) - expected) < 4 * float(accepted.std()) / N_SAMPLES**0.5
-
-
-def test_an_unknown_rule_is_refused():
-    with pytest.raises(UserError, match="verification=blocks must be one of token, block"):
-        judged([A], COIN_P, COIN_Q, 1, "blocks")
 
 
 def test_rejection_draws_from_the_residual_only():

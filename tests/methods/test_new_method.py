@@ -11,6 +11,7 @@ import pytest
 
 from spectrain import config, methods
 from spectrain.decoding import Drafter, Method
+from spectrain.drafting.lookup import LookupDrafter
 from spectrain.errors import UserError
 
 METHOD = '''"""Propose the last n tokens once more."""
@@ -87,3 +88,15 @@ def test_a_record_is_of_its_own_object():
     one.store = "another"
     with pytest.raises(UserError, match="Own.store is not read"):
         one.describe()
+
+
+def test_a_record_adds_to_that_of_the_class_that_is_extended():
+    class Own(LookupDrafter):
+        method = Method(drafts_chains=True)
+
+    class Further(Own):
+        method = Method(draws="shared")
+
+    assert (Own.method.joins_late, Own.method.drafts_chains) == (True, True)
+    assert (Further.method.joins_late, Further.method.drafts_chains, Further.method.draws) == (True, True, "shared")
+    assert LookupDrafter.method == Method(joins_late=True)

@@ -5,8 +5,9 @@ Letters: K key/value heads, G = H / K, E width of a head, q queries of a key/val
 
 from __future__ import annotations
 
-from numba import njit, types
+from numba import types
 
+from spectrain.compiled import compiled
 from spectrain.kernels.cpu.intrinsics import call, exp, fast, flags, floats, inverse_norm, wholes, words
 from spectrain.kernels.cpu.products import MOST_QUERIES
 from spectrain.kernels.cpu.warping import largest
@@ -178,7 +179,7 @@ def combine(op, thread, n_threads):
             attended[e] /= total
 
 
-@njit(nogil=True, cache=True)
+@compiled
 def move(addresses, n_heads, capacity, n_words, path, starts):
     """Move node path[b, j] of each row to place j, for all j: torch would take two calls for each layer.
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import numpy as np
 import torch
-from numba import njit
 from torch import Tensor
 
+from spectrain.compiled import compiled
 from spectrain.kernels import reference
 from spectrain.kernels.cpu.intrinsics import MATHS, exp
 from spectrain.kernels.cpu.warping import BLOCK, largest, uniform_of
@@ -36,7 +36,7 @@ def _empty(values: Tensor, count: int) -> tuple[np.ndarray, np.ndarray]:
     return np.zeros(shape, dtype=np.int64), np.empty(shape)  # where too few have weight, the token is 0
 
 
-@njit(nogil=True, cache=True, fastmath=MATHS, error_model="numpy")
+@compiled(fastmath=MATHS, error_model="numpy")
 def _top_tokens(logits, sharpness, tokens, shares):
     """Fill tokens and shares [n, m, B] of logits [n, m, K]."""
     size, n_best = logits.shape[2], tokens.shape[2]
@@ -46,7 +46,9 @@ def _top_tokens(logits, sharpness, tokens, shares):
             x, chosen, best = logits[row, node], tokens[row, node], shares[row, node]
             for block in range(len(most)):
                 most[block] = largest(x.ctypes.data, block * BLOCK, min((block + 1) * BLOCK, size))
-            top, factor, total = most.max(), sharpness[row], np.float32(0.0)
+            top, factor, total = np.float32(-np.inf), sharpness[row], np.float32(0.0)
+            for block in range(len(most)):
+                top = max(top, most[block])
             for v in range(size):
                 total += exp((x[v] - top) * factor)
             best[:] = -np.inf
@@ -63,7 +65,7 @@ def _top_tokens(logits, sharpness, tokens, shares):
                 best[place] = exp((np.float32(best[place]) - top) * factor) / total
 
 
-@njit(nogil=True, cache=True)
+@compiled
 def _first_by_noise(probs, names, keys, tokens, late):
     """Fill tokens and late [n, m, B] of probs [n, m, K]. `names` is empty where tokens are 0, 1, ..."""
     n_best = tokens.shape[2]

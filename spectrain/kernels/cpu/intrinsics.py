@@ -9,13 +9,15 @@ import math
 import platform
 
 from llvmlite import ir
-from numba import njit, types
+from numba import types
 from numba.core.cgutils import get_or_insert_function, int32_t
 from numba.extending import intrinsic
 
+from spectrain.compiled import inner
+
 MATHS = {"reassoc", "contract", "arcp", "nsz"}  # not: that there are no NaN
 
-fast = njit(fastmath=MATHS, error_model="numpy")  # a check for a division by zero would keep a loop from vectors
+fast = inner(fastmath=MATHS, error_model="numpy")  # a check for a division by zero would keep a loop from vectors
 thread_number = types.ExternalFunction("omp_get_thread_num", types.int32())
 give_up_core = types.ExternalFunction("sched_yield", types.int32())
 

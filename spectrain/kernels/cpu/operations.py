@@ -10,7 +10,7 @@ Everything is computed in float32. Addresses and sizes are those that `program.p
 
 from __future__ import annotations
 
-import hashlib
+import logging
 import math
 from collections.abc import Callable, Sequence
 from functools import cache
@@ -19,6 +19,7 @@ from pathlib import Path
 from numba import cfunc, types
 from numba.core.ccallback import CFunc
 
+from spectrain.compiled import folder
 from spectrain.kernels.cpu.accept import all_ended, bend, count, judge, judge_logits, judge_states
 from spectrain.kernels.cpu.attention import attend, combine, rotate
 from spectrain.kernels.cpu.intrinsics import (
@@ -46,7 +47,7 @@ TAKEN, DONE, PUBLISHED, STATE_BYTES = 0, 8, 16, 64  # of an operation that runs
 LINE_BYTES = 64  # that processors move at a time
 MOST_PIECES = 64  # of a product, whose finished pieces are bits of a number
 PATIENCE = 2000  # rounds of waiting for a thread, some twenty microseconds; then it has lost its core
-SOURCES = [*sorted(Path(__file__).parent.glob("*.py")), Path(__file__).parents[1] / "reference.py"]
+log = logging.getLogger(__name__)
 
 
 @fast
@@ -275,7 +276,7 @@ def _wait(at, state, mine):
 
 @cache
 def compiled() -> CFunc:
-    """Compile `run`, once for a machine and these sources, where numba can keep it."""
+    """Compile `run`, or load what was compiled before."""
 
     def run(address):
         given = wholes(address)
@@ -303,7 +304,6 @@ def compiled() -> CFunc:
                     _wait(table + 8 * FIELDS * j, states + STATE_BYTES * j, mine)
                 first_unknown = i + 1
 
-    # numba compares only this file with what it has kept, so the others are in the name.
-    digest = hashlib.sha256(b"".join(path.read_bytes() for path in SOURCES)).hexdigest()[:16]
-    run.__qualname__ = f"run_{digest}"
+    if not any(folder().glob(f"{Path(__file__).stem}.*")):
+        log.info("compiling for this processor, which takes half a minute, once; kept in %s", folder())
     return cfunc(types.void(types.int64), cache=True, error_model="numpy")(run)
