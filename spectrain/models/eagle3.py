@@ -49,7 +49,7 @@ KIND = Kind(
     auto={"eagle3_sssd": ("sssd", "logitspec"), "eagle3": ()},
     recognises=recognises,
 )
-MOST_SCORES = {"cpu": 1 << 22}  # attention scores that lie in memory at the same time
+MOST_SCORES = {"cpu": 1 << 21}  # attention scores that lie in memory at the same time
 MOST_SCORES_ELSEWHERE = 1 << 27
 
 
