@@ -50,7 +50,7 @@ KIND = Kind(
     engine="eagle3_engines",
     recognises=recognises,
 )
-MOST_SCORES = {"cpu": 1 << 22}  # attention scores that lie in memory at the same time
+MOST_SCORES = {"cpu": 1 << 21}  # attention scores that lie in memory at the same time
 MOST_SCORES_ELSEWHERE = 1 << 27
 
 
