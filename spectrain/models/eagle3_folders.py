@@ -203,7 +203,7 @@ def _read(
 def check_kind(facts: Mapping, tensors: Iterable[str], given: str) -> None:
     """Raise UserError where a folder holds a drafter of another kind, which is named, or one that is not computed."""
     names = list(tensors)
-    said = [_types(facts), *(key for key in KEYS_OF_OTHERS if key in facts), *names]
+    said = [_types(facts), *(key for key in KEYS_OF_OTHERS if facts.get(key) is not None), *names]
     said += ["parallel_drafting"] * bool(facts.get("parallel_drafting"))
     found = next((kind for kind, words in OTHERS.items() if any(re.search(words, one.lower()) for one in said)), None)
     is_eagle3, has_fc = f"{BLOCK}hidden_norm.weight" in names, "fc.weight" in names
@@ -313,9 +313,11 @@ def _drafting(facts: Mapping, layer: Mapping) -> dict:
     """Return the draft length and the window that a folder names, where it does."""
     found = {name: facts[name] for name in ("k", "window_tokens") if name in facts}
     methods = (facts.get("speculators_config") or {}).get("proposal_methods")
-    if methods:  # its trainer masks by a window, too; in the layout of SafeAILab no engine does
+    if methods:
         found["k"] = methods[0]["speculative_tokens"]
-    if "speculators_model_type" in facts and "sliding_attention" in (layer.get("layer_types") or []):
+    # speculators masks by a window, and vLLM's class for Qwen3; of the other folders nobody reads it.
+    has_window = "speculators_model_type" in facts or "eagle3qwen3" in _types(facts)
+    if has_window and "sliding_attention" in (layer.get("layer_types") or []):
         found["window_tokens"] = layer["sliding_window"]
     return found
 

@@ -162,10 +162,11 @@ class Eagle3Experiment(DrafterExperiment):
         return Eagle3Config(self._block_shape(), layers, **options, **of_run)
 
     def _block_shape(self) -> LlamaShape:
-        """Return the dimensions of the block: the target's, without what its blocks have beyond a Llama's."""
+        """Return the dimensions of the block: the target's, but it is a plain Llama's, which engines load."""
         shape = shape_of(self.target.model)
         inner, rope = self.own.intermediate_size or shape.intermediate_size, shape.rope_parameters
         plain = {"qkv_bias": False, "output_bias": False, "mlp_bias": False, "qk_norm": False, "layer_types": ()}
+        plain["hidden_act"] = "silu"
         rope = rope.get("full_attention", rope)  # of Gemma 3, which has several
         return replace(shape, intermediate_size=inner, rope_parameters=rope, **plain)
 

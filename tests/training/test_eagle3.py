@@ -222,6 +222,15 @@ def experiment(target: TargetModel, **options) -> Eagle3Experiment:
     return found
 
 
+def test_for_a_target_of_other_blocks_it_is_a_plain_llama_that_begins_with_the_targets_head():
+    """Engines load no other block. Gemma's norms multiply by 1 + weight."""
+    target = TargetModel(tiny_model("gemma3"))
+    rows = TokenRows(torch.randint(4, VOCAB_SIZE, (2, 16), dtype=torch.int32))
+    drafter, states = experiment(target, draft_vocab=None).new(rows), torch.randn(3, target.config.hidden_size)
+    assert (drafter.config.shape.hidden_act, drafter.config.shape.layer_types) == ("silu", ())
+    torch.testing.assert_close(drafter.logits(states), target.model.lm_head(target.model.model.norm(states)))
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [
