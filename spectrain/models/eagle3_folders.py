@@ -174,7 +174,7 @@ def _read(
     config = {"shape": shape, "target_layers": _layers(facts, target.n_layer, given, guesses)}
     config |= _flags(facts, tensors, guesses) | _drafting(facts, layer)
     head, embedded = tensors.get("lm_head.weight"), tensors.get("embed_tokens.weight")
-    if embedded is not None and not is_own and torch.equal(embedded.to(embedding), embedding):
+    if embedded is not None and not is_own and (embedding.is_meta or torch.equal(embedded.to(embedding), embedding)):
         del tensors["embed_tokens.weight"]  # the target's own, which is read instead
     if layer.get("tie_word_embeddings") and not is_own and head is not None:
         guesses.append("lm_head is read although tie_word_embeddings is true, for which SGLang reads the embedding")
