@@ -169,7 +169,8 @@ class Auto(Chooser):
         if not asked or any(one is None for one in asked):
             return None
         most = max(asked, key=lambda one: one.shape[1])
-        inside = ((one < 0) | (one[:, :, None] == most[:, None]).any(-1) for one in asked if not torch.equal(one, most))
+        others = [one for one in asked if not torch.equal(one, most)]  # whole texts are asked for alike
+        inside = [(one < 0) | (one[:, :, None] == most[:, None]).any(-1) for one in others]
         return most if all(bool(one.all()) for one in inside) else None
 
     def prefill(self, context: Context, output: TargetOutput, rows: range) -> None:

@@ -44,9 +44,10 @@ class Eagle3States(DraftStates):
     def fingerprint(self) -> str:
         return module_fingerprint(self.drafter, asdict(self.drafter.config))
 
-    def hidden(self, tokens: Tensor, captured: Tensor | None) -> Tensor:
-        k, n_tokens = self.block_tokens, tokens.shape[1]
-        return torch.stack(unrolled(self.drafter, tokens, captured, k, every=k), dim=2).flatten(1, 2)[:, :n_tokens]
+    def hidden(self, tokens: Tensor, captured: Tensor | None, text: Tensor | None = None) -> Tensor:
+        k, text = self.block_tokens, tokens if text is None else text  # of which roots and context are
+        states = unrolled(self.drafter, text, captured, k, every=k, drafted=tokens)
+        return torch.stack(states, dim=2).flatten(1, 2)[:, : tokens.shape[1]]
 
     def logits(self, hidden: Tensor) -> Tensor:
         return self.drafter.spread(F.linear(hidden, self.drafter.unembedding.to(hidden.dtype)))

@@ -34,12 +34,13 @@ class DraftStates(ABC):
         self.module.to(device)
 
     @abstractmethod
-    def hidden(self, tokens: Tensor, captured: Tensor | None) -> Tensor:
+    def hidden(self, tokens: Tensor, captured: Tensor | None, text: Tensor | None = None) -> Tensor:
         """Return the final states [B, T, D] after each token, the inputs of the unembedding.
 
         Args:
             tokens: [B, T] int64, padded on the right with any id.
-            captured: [B, T, C, D_target] of the target on the same text; None if `capture_layers` is empty.
+            captured: [B, T, C, D_target] of the target on the text; None if `capture_layers` is empty.
+            text: [B, T] int64, the target's own, where `tokens` has drafts in it; None: `tokens` is that text.
         """
 
     @abstractmethod
@@ -70,7 +71,7 @@ class ModelStates(DraftStates):
     def fingerprint(self) -> str:
         return fingerprint(self.model.model, self.model.tokenizer)
 
-    def hidden(self, tokens: Tensor, captured: Tensor | None = None) -> Tensor:
+    def hidden(self, tokens: Tensor, captured: Tensor | None = None, text: Tensor | None = None) -> Tensor:
         return self.model.features(known_to(self.model, tokens)).final_hidden
 
     def logits(self, hidden: Tensor) -> Tensor:

@@ -228,6 +228,7 @@ def unrolled(
     every: int = 1,
     first_root: int = 0,
     starts: Tensor | None = None,
+    drafted: Tensor | None = None,
 ) -> list[Tensor]:
     """Draft n_steps tokens from every `every`-th token of whole texts, teacher forced, as decoding does it.
 
@@ -239,6 +240,7 @@ def unrolled(
         every: distance of two roots. The paper's training has 1.
         first_root: position of the first root.
         starts: [B, L] int64, where in the row each token's document begins; None: a row is one document.
+        drafted: [B, L] int64, what drafts read behind their roots in place of `tokens`; None: the same.
 
     Returns:
         The inputs [B, R, D] of the unembedding of each step i: entry r is of the token at first_root + r * every + i,
@@ -249,6 +251,7 @@ def unrolled(
     embedded, rope = drafter.embed(tokens), drafter.rope(torch.arange(n_tokens, device=device)[None])
     before = F.pad(drafter.run(drafter.fused, captured)[:, :-1], (0, 0, 1, 0))  # of each token, g one position earlier
     context = drafter.run(block.keys_values, drafter.joined(embedded, before), rope)
+    embedded = embedded if drafted is None else drafter.embed(drafted)
     roots = range(first_root, n_tokens, every)
     first = (torch.zeros_like(tokens[:1]) if starts is None else starts)[:, first_root::every] + 1
     state, own, found = before[:, first_root::every], [], []

@@ -177,10 +177,12 @@ def _read(
     config |= {name: facts[name] for name in ("k", "window_tokens") if name in facts}
     if methods := (facts.get("speculators_config") or {}).get("proposal_methods"):
         config["k"] = methods[0]["speculative_tokens"]
-    if "speculators_model_type" in facts and "sliding_attention" in (layer.get("layer_types") or ()):
-        config["window_tokens"] = layer["sliding_window"]  # its trainer masks by it; in other layouts no engine does
+    # speculators masks by a window, and vLLM's class for Qwen3; of the other folders nobody reads it.
+    has_window = "speculators_model_type" in facts or "eagle3qwen3" in _types(facts)
+    if has_window and "sliding_attention" in (layer.get("layer_types") or ()):
+        config["window_tokens"] = layer["sliding_window"]
     head, embedded = tensors.get("lm_head.weight"), tensors.get("embed_tokens.weight")
-    if embedded is not None and not is_own and torch.equal(embedded.to(embedding), embedding):
+    if embedded is not None and not is_own and (embedding.is_meta or torch.equal(embedded.to(embedding), embedding)):
         del tensors["embed_tokens.weight"]  # the target's own, which is read instead
     if layer.get("tie_word_embeddings") and not is_own and head is not None:
         guesses.append("lm_head is read although tie_word_embeddings is true, for which SGLang reads the embedding")

@@ -249,7 +249,7 @@ class SpireStates(DraftStates):
             del description["own_key"]
         return module_fingerprint(self.drafter, description)
 
-    def hidden(self, tokens: Tensor, captured: Tensor | None) -> Tensor:
+    def hidden(self, tokens: Tensor, captured: Tensor | None, text: Tensor | None = None) -> Tensor:
         return rollout(self.drafter, tokens, captured, self.block_tokens)
 
     def logits(self, hidden: Tensor) -> Tensor:

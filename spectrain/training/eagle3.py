@@ -28,7 +28,7 @@ from spectrain.models.rollout import root_of_epoch
 from spectrain.target import TargetModel
 from spectrain.target.lean import shape_of
 from spectrain.target.llama import LlamaShape
-from spectrain.target.loading import DTYPES
+from spectrain.target.loading import DTYPES, fetched
 from spectrain.training.base import compile_methods
 from spectrain.training.checkpoints import load_weights
 from spectrain.training.data import RowBatch, Rows
@@ -107,6 +107,9 @@ class Eagle3Experiment(DrafterExperiment):
     def empty(self, kept: Tensor | None) -> Eagle3Drafter:
         return Eagle3Drafter(self.shape(kept), self.target)
 
+    def blank(self) -> Eagle3Training:
+        return super().blank() if self.own.init in NEW else self.training(self.trained_before(), is_new=False)
+
     def training(self, drafter: Eagle3Drafter, is_new: bool) -> Eagle3Training:
         own = self.own
         if own.roots_every > own.ttt_steps:
@@ -144,7 +147,7 @@ class Eagle3Experiment(DrafterExperiment):
         """The drafter of the folder `init`, which says itself what it is; in a plan it has no values."""
         if self.target.device.type == "meta":
             with torch.device("cpu"):
-                config = read(Path(self.own.init), f"init={self.own.init}", self.target)[0]
+                config = read(fetched(self.own.init, "init"), f"init={self.own.init}", self.target)[0]
             return Eagle3Drafter(Eagle3Config(**config), self.target)
         return load(Path(self.own.init), self.target, "init")
 
@@ -154,7 +157,8 @@ class Eagle3Experiment(DrafterExperiment):
         of_run = {"k": own.ttt_steps, "window_tokens": own.window_tokens}
         of_run |= {"draft_vocab": None if kept is None else len(kept)}
         if own.init not in NEW:
-            return replace(self.before.config, **of_run)
+            before = self.before.config
+            return replace(before, **of_run | {"window_tokens": own.window_tokens or before.window_tokens})
         layers = tuple(own.target_layers or default_layers(n_layer))
         if list(layers) != sorted({*layers}) or not 0 <= layers[0] <= layers[-1] < n_layer:
             raise UserError(f"target_layers={shown(list(layers))} must be of 0..{n_layer - 1}, each once and in order")
@@ -162,10 +166,11 @@ class Eagle3Experiment(DrafterExperiment):
         return Eagle3Config(self._block_shape(), layers, **options, **of_run)
 
     def _block_shape(self) -> LlamaShape:
-        """Return the dimensions of the block: the target's, without what its blocks have beyond a Llama's."""
+        """Return the dimensions of the block: the target's, but it is a plain Llama's, which engines load."""
         shape = shape_of(self.target.model)
         inner, rope = self.own.intermediate_size or shape.intermediate_size, shape.rope_parameters
         plain = {"qkv_bias": False, "output_bias": False, "mlp_bias": False, "qk_norm": False, "layer_types": ()}
+        plain["hidden_act"] = "silu"
         rope = rope.get("full_attention", rope)  # of Gemma 3, which has several
         return replace(shape, intermediate_size=inner, rope_parameters=rope, **plain)
 

@@ -73,7 +73,7 @@ class HeadTraining(Training):
             if self.target.capture_layers:
                 captured = self.target.features_of_own(batch.tokens).captured
         mixed, drafted = mix_tokens(batch.tokens, drafts, may_draft, self.facts.mixing_share, mixing)
-        return self.states.hidden(mixed, captured)[drafted], labels[drafted]
+        return self.states.hidden(mixed, captured, batch.tokens)[drafted], labels[drafted]
 
     def training_step(self, batch: TextBatch, batch_idx: int) -> Tensor:
         hidden, labels = self.examples(batch, self.current_epoch)

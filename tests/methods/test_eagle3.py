@@ -217,6 +217,14 @@ def test_heads_read_the_states_of_drafts_from_every_few_tokens(options):
         torch.testing.assert_close(hidden[:, t], steps[t % 4][:, t - t % 4], atol=1e-4, rtol=1e-4)
     torch.testing.assert_close(states.logits(hidden), drafter.spread(hidden @ drafter.unembedding.mT))
     assert states.reads_drafts(23).nonzero()[:, 0].tolist() == [t for t in range(4, 23) if t % 4]
+    # Where the text is mixed with drafts, a draft reads those of its own alone: before its root stands the text.
+    mixed = torch.where(states.reads_drafts(23), torch.randint(4, VOCAB_SIZE, (2, 23)), sequences)
+    captured = target.features(sequences).captured
+    hidden = states.hidden(mixed, captured, sequences)
+    for t in range(23):
+        read = torch.cat([sequences[:, : t - t % 4], mixed[:, t - t % 4 :]], dim=1)
+        expected = unrolled(drafter, read, captured, 4)[t % 4][:, t - t % 4]
+        torch.testing.assert_close(hidden[:, t], expected, atol=1e-4, rtol=1e-4)
 
 
 @pytest.mark.parametrize("sampling", [Sampling(), Sampling(temperature=1.0)], ids=["greedy", "T=1"])

@@ -223,7 +223,8 @@ INSIDE = theirs(eagle_config=outputs(1, 3, 4, norm_before_fc=True), norm_before_
 SCALING = {name: value for name, value in LLAMA3.items() if name != "rope_theta"}
 SCALED, NEW = theirs(rope_theta=5e5, rope_scaling=SCALING), theirs(rope_theta=None, rope_parameters=LLAMA3)
 IDS, LOW_IDS = theirs(d2t=UP + 40, t2d=None), theirs(d2t=UP + 1, t2d=FIRST.roll(1))
-HEADLESS, WINDOW = theirs(lm_head__weight=None), theirs(layer_types=["sliding_attention"], sliding_window=8)
+HEADLESS, SLIDING = theirs(lm_head__weight=None), {"layer_types": ["sliding_attention"], "sliding_window": 8}
+WINDOW, QWEN3_WINDOW = theirs(**SLIDING), theirs(**SLIDING, architectures=["Eagle3Qwen3ForCausalLM"])
 TIED, TIED_TABLE = theirs(tie_word_embeddings=True), theirs(tie_word_embeddings=True, lm_head__weight=None)
 # What is written otherwise, of a drafter with which options; what is read; what is said.
 TRAPS = {
@@ -235,6 +236,8 @@ TRAPS = {
     "norm inside": (INSIDE, {"norm_before_fc": True}, {"norm_before_fc": True}, ""),
     "norm unsaid": (theirs(fc_norm=None), BY_NAME, BY_NAME, "fc_norm is true, because it has fc_norm.0.weight"),
     "window that no engine reads": (WINDOW, {}, {"windowed": False}, ""),
+    "window that vLLM reads": (QWEN3_WINDOW, {}, {"window_tokens": 8}, ""),
+    "no mask token": (lambda config, _: config.update(ptd_token_id=None), {}, {}, ""),
     "RoPE": (theirs(rope_theta=5e4), {}, {"rope": {"rope_type": "default", "rope_theta": 50000.0}}, ""),
     "RoPE, scaled": (SCALED, {}, {"rope": LLAMA3}, ""),
     "RoPE, new": (NEW, {}, {"rope": LLAMA3}, ""),

@@ -7,6 +7,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from torch import Tensor
+from transformers import LlamaForCausalLM
 
 from spectrain.config.training import Eagle3
 from spectrain.errors import UserError
@@ -21,6 +22,8 @@ from spectrain.training.losses import LossSettings
 from spectrain.training.optim import OptimizerSettings
 from spectrain.training.sums import ValidationSums
 from tests.conftest import VOCAB_SIZE, tiny_model
+from tests.models.test_artifacts import tiny_tokenizer
+from tests.models.test_eagle3_folders import N_LAYER, drafter_for, drafts, published, speculators
 from tests.training.trainers import quiet_trainer
 
 K, LAYERS = 3, (1, 2)
@@ -220,6 +223,41 @@ def experiment(target: TargetModel, **options) -> Eagle3Experiment:
     found = object.__new__(Eagle3Experiment)
     found.own, found.target, found.config = Eagle3(**options), target, SimpleNamespace(seed=0)
     return found
+
+
+def test_a_drafter_of_others_is_planned_and_trained_further_as_it_is(tmp_path, monkeypatch):
+    target = TargetModel(tiny_model("llama", num_hidden_layers=N_LAYER), tiny_tokenizer())
+    theirs = drafter_for(target, draft_vocab=20, window_tokens=16, norm_before_residual=True)
+
+    def with_table(config: dict, tensors: dict) -> None:
+        speculators(config, tensors)
+        tensors["embed_tokens.weight"] = target.model.get_input_embeddings().weight.clone()
+
+    folder = published(tmp_path / "theirs", theirs, with_table)
+    given = {"init": str(folder), "norm_before_residual": True}
+    further = experiment(target, **given).trained_before()
+    assert (further.config.k, further.config.window_tokens, further.config.draft_vocab) == (4, 16, 20)
+    torch.testing.assert_close(drafts(further), drafts(theirs))
+    fewer = experiment(target, **given, draft_vocab=9, window_tokens=8, ttt_steps=3).trained_before()
+    assert torch.equal(fewer.lm_head.weight, further.lm_head.weight[:9])
+    assert (fewer.config.k, fewer.config.window_tokens, len(fewer.kept)) == (3, 8, 9)
+    monkeypatch.setattr("spectrain.training.eagle3.fetched", lambda name, option: folder)
+    with torch.device("meta"):
+        model = LlamaForCausalLM(target.model.config).eval().requires_grad_(False)
+        planned = experiment(TargetModel(model, engine="transformers"), **given | {"init": "of/hub"}).blank()
+    assert planned.drafter.config == further.config
+    for wrong, said in ({"norm_before_residual": False}, "=true"), ({"draft_vocab": 30}, "draft_vocab=20, not 30"):
+        with pytest.raises(UserError, match=said):
+            experiment(target, **given | wrong).trained_before()
+
+
+def test_for_a_target_of_other_blocks_it_is_a_plain_llama_that_begins_with_the_targets_head():
+    """Engines load no other block. Gemma's norms multiply by 1 + weight."""
+    target = TargetModel(tiny_model("gemma3"))
+    rows = TokenRows(torch.randint(4, VOCAB_SIZE, (2, 16), dtype=torch.int32))
+    drafter, states = experiment(target, draft_vocab=None).new(rows), torch.randn(3, target.config.hidden_size)
+    assert (drafter.config.shape.hidden_act, drafter.config.shape.layer_types) == ("silu", ())
+    torch.testing.assert_close(drafter.logits(states), target.model.lm_head(target.model.model.norm(states)))
 
 
 @pytest.mark.parametrize(
