@@ -153,14 +153,15 @@ class Outline:
 
     def step(self, rows: int) -> StepCost:
         """Count a step over `rows` rows of one rank, whose tokens are all learned."""
-        data, drafter = self.config.data, getattr(self.module, "drafter", None)
+        data = self.config.data
         with torch.device("meta"):
             tokens = torch.zeros(rows, data.row_tokens, dtype=torch.int64)
             batch = RowBatch(tokens, torch.ones_like(tokens, dtype=torch.bool), [0] * rows, tokens.numel())
             if getattr(data, "document_mask", False):
                 batch.starts = torch.zeros_like(tokens)
             if data.source != "online":
-                states = torch.empty(*tokens.shape, 1 + drafter.config.n_layer, self.module.target.config.hidden_size)
+                n_states = 1 + len(self.experiment.block_layers())
+                states = torch.empty(*tokens.shape, n_states, self.module.target.config.hidden_size)
                 batch.captured, batch.final_hidden = states[:, :, 1:].bfloat16(), states[:, :, 0].bfloat16()
             half = str(self.config.trainer.precision).startswith("bf16")
             device = "cpu" if self.config.trainer.accelerator == "cpu" else "cuda"

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import logging
 from abc import abstractmethod
-from dataclasses import replace
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -12,6 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from spectrain.config.training import Train
+from spectrain.config.values import shown
 from spectrain.errors import UserError
 from spectrain.models.artifacts import WEIGHTS, read_manifest
 from spectrain.models.drafter_model import DrafterModel
@@ -19,6 +21,7 @@ from spectrain.models.pruned_init import NEW
 from spectrain.stores.folder import digest, sha256
 from spectrain.target import TargetModel
 from spectrain.target.hidden_states import Features
+from spectrain.target.target import FINAL
 from spectrain.training.base import Experiment, Parts, Training
 from spectrain.training.data import FeatureRows, RowBatch, Rows
 from spectrain.training.losses import LossParts, LossSettings, Teacher, drafter_loss
@@ -30,6 +33,16 @@ log = logging.getLogger(__name__)
 AUTO_SHARE = 0.995  # of the training text, that draft_vocab=auto covers
 GUESSED_VOCAB = 32_768  # tokens of draft_vocab=auto, before any text is read
 STORED_DTYPE = torch.bfloat16  # of features, as `spectrain.stores.features` keeps them
+
+
+@dataclass(frozen=True)
+class Drafted:
+    """A drafter's final states after N tokens, each drafted at J depths."""
+
+    hidden: Tensor  # [N, D], or [N, J, D]
+    steps: Tensor | None = None  # [N, J] int64, which token of its draft each is; None: drafts of k follow each other
+    reached: Tensor | None = None  # [N, J] bool: no draft reaches the others; None: all are reached
+    weights: Tensor | None = None  # [N, J] float32, of each in the loss, 0 where it is not reached; None: equal ones
 
 
 class DrafterTraining(Training):
@@ -50,19 +63,26 @@ class DrafterTraining(Training):
     def states(self, batch: RowBatch, captured: Tensor | None, first_root: int) -> Tensor:
         """Return the drafter's final states [B, L, D] after each token, as decoding computes them.
 
+        A kind that drafts a token at several depths returns what its own `drafted` reads.
+
         Args:
             batch: the rows.
             captured: [B, L, C, D] of the target on them; None where the drafter reads none.
             first_root: the first position of a row at which a draft begins, see `first_root`.
         """
 
+    def drafted(self, states: Tensor, places: Tensor, batch: RowBatch, first_root: int) -> Drafted:
+        """Return those of the `states` that are after the tokens `places` [N] int64, counted through all rows."""
+        return Drafted(states.flatten(0, 1)[places])
+
     def first_root(self) -> int:
         """Return where drafts begin in the rows of this epoch."""
         return 0
 
     def parts(self, batch: RowBatch, first_root: int = 0, is_exact: bool = True) -> LossParts:
-        """Loss and acceptance of a batch at its learned positions; alpha comes back as [B, L], 0 at the others.
+        """Loss and acceptance of a batch at its learned positions.
 
+        Alpha comes back as [B, L], 0 at the others; of a kind that drafts at several depths as [N, J] of the N learned.
         Where the drafter has a vocabulary of its own, the target's distribution is cut to it, which saves most of its
         logits; unless `is_exact`, as acceptance in decoding.
         """
@@ -72,14 +92,16 @@ class DrafterTraining(Training):
                 features = self.target.features_of_own(batch.tokens, batch.starts)
         # What is computed now is rounded as what is stored, so that losses agree.
         captured = None if features.captured is None else features.captured.to(STORED_DTYPE)
-        if self.drafter.config.previous_state and batch.final_hidden is not None:  # which is stored once
+        if FINAL in self.drafter.config.captured_layers and batch.final_hidden is not None:  # which is stored once
             captured = torch.cat([captured, batch.final_hidden[:, :, None]], dim=2)
         final_hidden = features.final_hidden.to(self.device, STORED_DTYPE).to(self.target.unembedding.dtype)
-        hidden = self.states(batch, captured, first_root)  # [B, L, D]
+        states = self.states(batch, captured, first_root)
         places = kept.flatten().nonzero()[:, 0]  # where the host learns how many there are, and waits; nowhere else
+        drafted = self.drafted(states, places, batch, first_root)
         of_target, kept_tokens = self.target.unembedding.to(self.device), self.drafter.kept
         rows = of_target if kept_tokens is None else of_target[kept_tokens]
-        seen = (of_target, kept_tokens) if is_exact else (rows, None)
+        masks = self.loss_settings.kind == "soft" and kept_tokens is not None and not is_exact
+        seen = (of_target, kept_tokens, masks) if is_exact or masks else (rows, None)
         teacher = Teacher(final_hidden.flatten(0, 1)[places], *seen)
         has_next = F.pad(batch.is_token[:, 1:], (0, 1))
         next_tokens = F.pad(batch.tokens[:, 1:], (0, 1)).masked_fill(~has_next, -100).flatten()
@@ -88,11 +110,12 @@ class DrafterTraining(Training):
             places_of[kept_tokens] = torch.arange(len(kept_tokens), device=self.device)
             next_tokens = torch.where(next_tokens >= 0, places_of[next_tokens.clamp_min(0)], -100)
         unembedding = self.drafter.unembedding if hasattr(self.drafter, "lm_head") else rows
-        states = hidden.flatten(0, 1)[places]
-        labels = next_tokens[places]
-        parts = drafter_loss(self.loss_settings, states, unembedding, teacher, labels, self.chunk_loss)
+        learning = drafted.hidden, unembedding, teacher, next_tokens[places], self.chunk_loss, drafted.weights
+        parts = drafter_loss(self.loss_settings, *learning)
+        if drafted.steps is not None:
+            return replace(parts, alpha=parts.alpha * drafted.reached, drafted=drafted.reached, steps=drafted.steps)
         alpha = parts.alpha.new_zeros(kept.numel()).scatter(0, places, parts.alpha)
-        return replace(parts, alpha=alpha.view_as(kept))
+        return replace(parts, alpha=alpha.view_as(kept), drafted=kept)
 
     def objective(self, batch: RowBatch) -> Tensor:
         return self.parts(batch, is_exact=False).loss
@@ -106,12 +129,12 @@ class DrafterTraining(Training):
         return self.summed(
             loss=(parts.loss * parts.weight, parts.weight),
             cross_entropy=(parts.cross_entropy * parts.weight, parts.weight),
-            alpha=(parts.alpha.sum(), batch.counted().sum()),
+            alpha=(parts.alpha.sum(), parts.drafted.sum()),
         )
 
     def validation_step(self, batch: RowBatch, batch_idx: int) -> None:
         parts = self.parts(batch)
-        self.sums.update(parts.loss, batch.counted(), parts.alpha, batch.starts, parts.weight)
+        self.sums.update(parts.loss, parts.drafted, parts.alpha, batch.starts, parts.weight, parts.steps)
 
     def recompute_activations(self) -> None:
         self.drafter.recomputes = True
@@ -172,6 +195,27 @@ def trainings_of(folder: Path) -> list[dict]:
     trained = read_manifest(folder).trained
     known = {name: trained[name] for name in ("steps", "tokens") if name in trained}
     return [*trained.get("before", []), {"drafter": folder.name, **known}]
+
+
+def cut_as_asked(drafter: DrafterModel, draft_vocab: int | str | None, folder: str) -> DrafterModel:
+    """Return a drafter of the folder `init` with as many of its tokens as the option asks for; None: all of them."""
+    n_tokens = drafter.config.draft_vocab
+    if isinstance(draft_vocab, int) and n_tokens is not None and draft_vocab < n_tokens:
+        return drafter.cut_to(draft_vocab)
+    if draft_vocab not in (None, n_tokens):
+        fewer = "" if n_tokens is None else ", or give fewer"
+        raise UserError(
+            f"init={folder} has draft_vocab={shown(n_tokens)}, not {draft_vocab}; draft_vocab=null keeps it{fewer}"
+        )
+    return drafter
+
+
+def check_alike(folder: str, found: Mapping[str, object], wanted: Mapping[str, object]) -> None:
+    """Raise UserError where options of the folder `init` are not those that are wanted."""
+    names = [name for name in wanted if found[name] != wanted[name]]
+    if names:
+        options = " ".join(f"{name}={shown(found[name])}" for name in names)
+        raise UserError(f"init={folder} has other options; give {options}")
 
 
 def check_vocab(draft_vocab: int, target: TargetModel) -> int:

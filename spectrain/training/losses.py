@@ -7,7 +7,9 @@ time, and the gradient is computed with the loss, so that memory does not grow w
 
     d CE / dz = q - p,    d alpha / dz = q * (m - <q, m>),   m_v = 1 where q_v < p_v.
 
-Letters: N positions (of all rows, flattened), n of a chunk, D hidden size, V vocabulary.
+A position may be drafted at several depths. They share the target's logits, which are computed once.
+
+Letters: N positions (of all rows, flattened), n of a chunk, J depths, D hidden size, V vocabulary.
 """
 
 from __future__ import annotations
@@ -31,13 +33,13 @@ Chunk = Callable[..., tuple[Tensor, Tensor | None, Tensor | None]]
 class LossSettings:
     """The loss that a drafter is trained with."""
 
-    kind: str = "mixed"  # mixed | distill (omega = 1) | hard (cross-entropy on the data)
+    kind: str = "mixed"  # mixed | distill, soft (omega = 1) | tv (omega = 0) | lk (-log alpha) | hard (CE on the data)
     omega: float = 0.5  # share of the cross-entropy in "mixed", 0 to 1
 
     @property
     def weights(self) -> tuple[float, float]:
-        """Weights of the cross-entropy and of -alpha."""
-        return (self.omega, 1 - self.omega) if self.kind == "mixed" else (1.0, 0.0)
+        """Weights of the cross-entropy and of -alpha, or under "lk" of -log alpha."""
+        return {"mixed": (self.omega, 1 - self.omega), "tv": (0.0, 1.0), "lk": (0.0, 1.0)}.get(self.kind, (1.0, 0.0))
 
 
 @dataclass(frozen=True)
@@ -47,6 +49,9 @@ class Teacher:
     hidden: Tensor  # [N, D_target]
     unembedding: Tensor  # [V, D_target]
     kept: Tensor | None = None  # [K] int64: of its probabilities these are compared with the drafter's; None: all
+    # Whether it is its distribution among `kept`, and positions whose likeliest token is none of them count as 0
+    # (EAGLE-3's soft cross-entropy).
+    within: bool = False
 
 
 @dataclass(frozen=True)
@@ -55,8 +60,10 @@ class LossParts:
 
     loss: Tensor  # scalar float32, with gradient
     cross_entropy: Tensor  # scalar float32, nats: CE(p, q), or of the data under "hard"
-    alpha: Tensor  # [N] float32: acceptance probability at each position
-    weight: Tensor  # scalar int64: positions that the loss is a mean over
+    alpha: Tensor  # [N] or [N, J] float32: acceptance probability at each position
+    weight: Tensor  # scalar: positions that the loss is a mean over, or the sum of their weights
+    drafted: Tensor | None = None  # bool, like alpha: where it is known
+    steps: Tensor | None = None  # int64, like alpha: which token of its draft each is; None: drafts of k in a row
 
 
 def drafter_loss(
@@ -66,30 +73,27 @@ def drafter_loss(
     teacher: Teacher,
     next_tokens: Tensor,
     chunk: Chunk | None = None,
+    weights: Tensor | None = None,
 ) -> LossParts:
     """Compute the training loss of a drafter, averaged over positions; 0 where there is none.
 
     Args:
         settings: which loss.
-        hidden: [N, D] the drafter's final hidden states.
+        hidden: [N, D] the drafter's final hidden states; [N, J, D] at several depths.
         unembedding: [V, D] of the drafter.
         teacher: the target at the same positions.
         next_tokens: [N] int64, the data's next token; -100 where there is none (read by "hard" only).
         chunk: `chunk_loss`, compiled.
+        weights: [N, J] float32 in the mean; None: equal ones.
     """
     hard = next_tokens if settings.kind == "hard" else None
-    loss, cross_entropy, alpha = _ChunkedLoss.apply(
-        hidden,
-        unembedding,
-        teacher.hidden,
-        teacher.unembedding,
-        teacher.kept,
-        hard,
-        settings.weights,
-        torch.is_grad_enabled(),
-        chunk or chunk_loss,
-    )
-    weight = torch.full((), len(hidden), device=hidden.device) if hard is None else (hard >= 0).sum()
+    if weights is not None:
+        weights = weights if hard is None else weights * (hard >= 0)[:, None]
+        weight = weights.sum()
+    else:
+        weight = torch.full((), len(hidden), device=hidden.device) if hard is None else (hard >= 0).sum()
+    options = settings, torch.is_grad_enabled(), chunk or chunk_loss
+    loss, cross_entropy, alpha = _ChunkedLoss.apply(hidden, unembedding, teacher, hard, weights, *options)
     return LossParts(loss, cross_entropy, alpha, weight)
 
 
@@ -108,8 +112,8 @@ def next_token_loss(
     places = with_next(learned).flatten().nonzero()[:, 0]
     labels = F.pad(tokens[:, 1:], (0, 1)).flatten()[places]
     states = hidden.flatten(0, 1)[places]
-    options = (1.0, 0.0), torch.is_grad_enabled(), chunk or chunk_loss
-    return _ChunkedLoss.apply(states, unembedding, None, None, None, labels, *options)[0]
+    options = LossSettings("hard"), torch.is_grad_enabled(), chunk or chunk_loss
+    return _ChunkedLoss.apply(states, unembedding, None, labels, None, *options)[0]
 
 
 def with_next(learned: Tensor) -> Tensor:
@@ -124,51 +128,72 @@ class _ChunkedLoss(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(
-        ctx, hidden, unembedding, teacher_hidden, teacher_unembedding, kept, hard, weights, grad_enabled, chunk
-    ):
+    def forward(ctx, hidden, unembedding, teacher, hard, counts, settings, grad_enabled, chunk):
         needs_grad = grad_enabled and (hidden.requires_grad or unembedding.requires_grad)
         trains_unembedding = grad_enabled and unembedding.requires_grad
+        by_depth = hidden if hidden.dim() == 3 else hidden[:, None]  # [N, J, D]
+        weights, kept, cut = settings.weights, teacher and teacher.kept, teacher is not None and teacher.within
         n_positions = max(1, hidden.shape[0])
         n_hard = n_positions if hard is None else (hard >= 0).sum().clamp_min(1)
+        if counts is not None:
+            n_positions = n_hard = counts.sum().clamp_min(torch.finfo(counts.dtype).tiny)
+            counts = counts.clone()
+        elif cut or settings.kind == "lk":
+            counts = hidden.new_ones(by_depth.shape[:2], dtype=torch.float32)
         cast, cast_teacher = _as_computed(unembedding, hidden), None
-        if teacher_unembedding is not None:
-            alike = teacher_unembedding is unembedding and _dtype_of(teacher_hidden) == cast.dtype
-            cast_teacher = cast if alike else _as_computed(teacher_unembedding, teacher_hidden)
-        grad_hidden = torch.empty_like(hidden) if needs_grad else None
+        if teacher is not None:
+            alike = teacher.unembedding is unembedding and _dtype_of(teacher.hidden) == cast.dtype
+            cast_teacher = cast if alike else _as_computed(teacher.unembedding, teacher.hidden)
+        grad_hidden = torch.empty_like(by_depth) if needs_grad else None
         grad_unembedding = torch.zeros_like(unembedding, dtype=torch.float32) if trains_unembedding else None
         cross_entropy = hidden.new_zeros((), dtype=torch.float32)
-        alphas = hidden.new_zeros(len(hidden), dtype=torch.float32)
+        alphas = hidden.new_zeros(by_depth.shape[:2], dtype=torch.float32)
         with torch.autocast("cpu" if hidden.is_meta else hidden.device.type, enabled=False):  # all is cast here
-            for part in _parts(hidden, len(unembedding)):
-                logits = hidden[part].to(cast.dtype) @ cast.T  # [n, V]
+            for part in _parts(hidden, len(cast_teacher if cut else unembedding)):
                 of_teacher = None
                 if cast_teacher is not None:
-                    of_teacher = teacher_hidden[part].to(cast_teacher.dtype) @ cast_teacher.T
+                    of_teacher = teacher.hidden[part].to(cast_teacher.dtype) @ cast_teacher.T
+                if cut:
+                    best, of_teacher = of_teacher.amax(-1), of_teacher[:, kept]
+                    counts[part] *= (of_teacher.amax(-1) == best)[:, None]
                 labels = None if hard is None else hard[part]
-                ce, alpha, grad_logits = chunk(logits, of_teacher, kept, labels, weights, needs_grad)
-                cross_entropy += ce.sum()
-                if alpha is not None:
-                    alphas[part] = alpha
-                if needs_grad:
-                    grad_hidden[part] = grad_logits @ cast
+                for j in range(by_depth.shape[1]):
+                    states = by_depth[part, j].to(cast.dtype)
+                    logits = states @ cast.T  # [n, V]
+                    ce, alpha, grad_logits = chunk(
+                        logits, of_teacher, None if cut else kept, labels, weights, needs_grad
+                    )
+                    count = None if counts is None else counts[part, j]
+                    cross_entropy += (ce if count is None else ce * count).sum()
+                    if alpha is not None:
+                        alphas[part, j] = alpha
+                    if not needs_grad:
+                        continue
+                    grad_hidden[part, j] = grad_logits @ cast
+                    if count is not None:  # states are far fewer numbers than logits
+                        count = (count / alpha if settings.kind == "lk" else count)[:, None]
+                        grad_hidden[part, j] *= count
+                        states = (states * count).to(states.dtype)
                     if trains_unembedding:
-                        grad_unembedding += grad_logits.T @ hidden[part].to(cast.dtype)
+                        grad_unembedding += grad_logits.T @ states
         cross_entropy /= n_hard
         if needs_grad:
             scale = (weights[0] or weights[1]) / n_hard
             grad_hidden *= scale
             if trains_unembedding:
                 grad_unembedding = grad_unembedding.mul_(scale).to(unembedding.dtype)
-            ctx.save_for_backward(grad_hidden, grad_unembedding)
+            ctx.save_for_backward(grad_hidden.view_as(hidden), grad_unembedding)
+        gained = alphas.log() if settings.kind == "lk" else alphas
+        gained = gained if counts is None else gained * counts
+        alphas = alphas.view(hidden.shape[:-1])
         ctx.mark_non_differentiable(cross_entropy, alphas)
-        return weights[0] * cross_entropy - weights[1] * (alphas.sum() / n_positions), cross_entropy, alphas
+        return weights[0] * cross_entropy - weights[1] * (gained.sum() / n_positions), cross_entropy, alphas
 
     @staticmethod
     def backward(ctx, grad_loss, *_):
         grad_hidden, grad_unembedding = ctx.saved_tensors
         by_unembedding = None if grad_unembedding is None else grad_unembedding * grad_loss
-        return grad_hidden * grad_loss, by_unembedding, *[None] * 7
+        return grad_hidden * grad_loss, by_unembedding, *[None] * 6
 
 
 def _as_computed(weight: Tensor, states: Tensor) -> Tensor:

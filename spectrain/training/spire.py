@@ -9,7 +9,6 @@ import torch
 from torch import Tensor
 
 from spectrain.config.training import Train
-from spectrain.config.values import shown
 from spectrain.decoding import Drafter
 from spectrain.errors import UserError
 from spectrain.methods.spire import Spire
@@ -25,7 +24,14 @@ from spectrain.terminal import stage
 from spectrain.training.base import Parts, compile_methods
 from spectrain.training.checkpoints import load_weights
 from spectrain.training.data import RowBatch, Rows
-from spectrain.training.drafters import STORED_DTYPE, DrafterExperiment, DrafterTraining, drafted_tokens
+from spectrain.training.drafters import (
+    STORED_DTYPE,
+    DrafterExperiment,
+    DrafterTraining,
+    check_alike,
+    cut_as_asked,
+    drafted_tokens,
+)
 from spectrain.training.losses import LossSettings
 from spectrain.training.optim import OptimizerSettings
 
@@ -119,24 +125,14 @@ class SpireExperiment(DrafterExperiment):
     def trained_before(self) -> SpireDrafter:
         """The drafter of the folder `init`, to be trained further; UserError where the run asks for another shape."""
         folder, asked = self.own.init, self.own.draft_vocab
-        drafter = load(Path(folder), self.target, "init")
-        n_tokens = drafter.config.draft_vocab
-        if isinstance(asked, int) and n_tokens is not None and asked < n_tokens:
-            drafter = drafter.cut_to(asked)
-        elif asked not in (None, n_tokens):
-            fewer = "" if n_tokens is None else ", or give fewer"
-            raise UserError(
-                f"init={folder} has draft_vocab={shown(n_tokens)}, not {asked}; draft_vocab=null keeps it{fewer}"
-            )
+        drafter = cut_as_asked(load(Path(folder), self.target, "init"), asked, folder)
         config = self.shape(drafter.kept)
         adapted = {name: value for name, value in ADAPTED.items() if getattr(config, name) == value}
         drafter.config = replace(drafter.config, **adapted)
         found, wanted = ({**vars(one), "n_layer": one.n_layer} for one in (drafter.config, config))
-        names = [name for name in found if found[name] != wanted[name] and name != "target_layers"]
-        if names:
-            options = " ".join(f"{name}={shown(found[name])}" for name in names)
-            raise UserError(f"init={folder} has other options; give {options}")
-        if found["target_layers"] != wanted["target_layers"]:
+        layers = found.pop("target_layers"), wanted.pop("target_layers")
+        check_alike(folder, found, wanted)
+        if layers[0] != layers[1]:
             raise UserError(f"init={folder} was trained with other memories; give the same option memories=")
         return drafter
 

@@ -47,6 +47,7 @@ class ValidationSums(Sums):
         alpha: Tensor | None = None,
         starts: Tensor | None = None,
         weight: Tensor | None = None,
+        steps: Tensor | None = None,
     ) -> None:
         """Add a batch.
 
@@ -55,6 +56,8 @@ class ValidationSums(Sums):
             counted: [B, L] bool: no padding.
             alpha: [B, L] float32, the acceptance probability at each position; None: not known.
             starts: [B, L] int64, where the document of each token begins; None: each row is a document.
+            steps: int64, which token of its draft each is, 0 .. k - 1; `counted` and `alpha` are of its shape then.
+                None: by its position.
         """
         n_positions = counted.sum() if weight is None else weight
         if n_positions:  # else a mean of nothing, which is no number
@@ -62,10 +65,12 @@ class ValidationSums(Sums):
         self.positions += n_positions
         if alpha is None:
             return
-        place = torch.arange(alpha.shape[1], device=alpha.device)
-        number = (place % self.k).expand_as(counted)
-        if starts is not None:  # a document that begins inside a block begins a rollout
-            number = torch.minimum(number, place - starts)
+        number = steps
+        if steps is None:
+            place = torch.arange(alpha.shape[1], device=alpha.device)
+            number = (place % self.k).expand_as(counted)
+            if starts is not None:  # a document that begins inside a block begins a rollout
+                number = torch.minimum(number, place - starts)
         self.alpha.index_add_(0, number.flatten(), torch.where(counted, alpha.double(), 0.0).flatten())
         self.drafted.index_add_(0, number.flatten(), counted.double().flatten())
 

@@ -1,0 +1,180 @@
+"""Trains EAGLE-3 drafters by the training-time test (EAGLE-3, Li et al. 2025, section 3.2)."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import cached_property
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from spectrain.config.values import shown
+from spectrain.decoding import Drafter
+from spectrain.errors import UserError
+from spectrain.models.eagle3 import (
+    Eagle3Config,
+    Eagle3Drafter,
+    default_layers,
+    drafted_places,
+    load,
+    save,
+    unrolled,
+)
+from spectrain.models.eagle3_folders import read
+from spectrain.models.pruned_init import NEW, draw_weights
+from spectrain.models.rollout import root_of_epoch
+from spectrain.target import TargetModel
+from spectrain.target.lean import shape_of
+from spectrain.target.llama import LlamaShape
+from spectrain.target.loading import DTYPES
+from spectrain.training.base import compile_methods
+from spectrain.training.checkpoints import load_weights
+from spectrain.training.data import RowBatch, Rows
+from spectrain.training.drafters import (
+    Drafted,
+    DrafterExperiment,
+    DrafterTraining,
+    check_alike,
+    cut_as_asked,
+    drafted_tokens,
+)
+from spectrain.training.losses import LossSettings
+from spectrain.training.optim import OptimizerSettings
+
+OF_CONFIG = ("unembedding", "norm_before_residual", "norm_before_fc", "fc_norm", "norm_output")
+
+
+class Eagle3Training(DrafterTraining):
+    """Trains an EAGLE-3 drafter: a token is learned at each depth at which a draft reaches it.
+
+    Args:
+        roots_every: distance of two roots of drafts. Beyond 1 they begin elsewhere in each epoch.
+        decay: weight of a drafted token in the loss over that of the one before it.
+    """
+
+    def __init__(
+        self,
+        drafter: Eagle3Drafter,
+        target: TargetModel,
+        loss: LossSettings,
+        optimizer: OptimizerSettings,
+        seed: int = 0,
+        roots_every: int = 1,
+        decay: float = 0.8,
+    ) -> None:
+        super().__init__(drafter, target, loss, optimizer)
+        self.seed, self.roots_every, self.decay = seed, roots_every, decay
+
+    def states(self, batch: RowBatch, captured: Tensor, first_root: int) -> Tensor:
+        """Return the inputs of the unembedding [B, R, k, D] of each draft."""
+        k = self.drafter.config.k
+        drafts = unrolled(self.drafter, batch.tokens, captured, k, self.roots_every, first_root, batch.starts)
+        return torch.stack(drafts, dim=2)
+
+    def drafted(self, states: Tensor, places: Tensor, batch: RowBatch, first_root: int) -> Drafted:
+        (n_rows, n_roots, k), every, n_tokens = states.shape[:3], self.roots_every, batch.tokens.shape[1]
+        row, behind = places // n_tokens, places % n_tokens - first_root
+        steps = (behind % every)[:, None] + torch.arange(0, k, every, device=places.device)  # [N, J]
+        roots = (behind[:, None] - steps) // every
+        found = (steps < k) & (roots >= 0)
+        steps = steps.clamp_max(k - 1)
+        entries = (row[:, None] * n_roots + roots.clamp_min(0)) * k + steps
+        options = every, first_root, batch.starts, places.device
+        reaches = torch.stack([drafted_places(n_tokens, step, *options)[1] for step in range(k)], dim=-1)
+        reached = found & reaches.expand(n_rows, -1, -1).flatten()[entries]
+        hidden = states.flatten(0, 2).index_select(0, entries.flatten()).unflatten(0, entries.shape)
+        return Drafted(hidden, steps, reached, reached * self.decay**steps)
+
+    def first_root(self) -> int:
+        return root_of_epoch(self.roots_every, self.seed, self.current_epoch)
+
+    def compile_blocks(self, backend: str = "inductor") -> None:
+        super().compile_blocks(backend)
+        compile_methods(self.drafter.blocks, ("keys_values", "queries_keys_values", "after_attention"), backend)
+        compile_methods([self.drafter], ("fused",), backend)
+
+
+class Eagle3Experiment(DrafterExperiment):
+    """An EAGLE-3 drafter. Its block is a Llama's, whatever the target's are."""
+
+    exports = "eagle3"
+
+    def block_layers(self) -> tuple[int, ...]:
+        return self.shape().target_layers
+
+    def empty(self, kept: Tensor | None) -> Eagle3Drafter:
+        return Eagle3Drafter(self.shape(kept), self.target)
+
+    def training(self, drafter: Eagle3Drafter, is_new: bool) -> Eagle3Training:
+        own = self.own
+        if own.roots_every > own.ttt_steps:
+            raise UserError(f"roots_every={own.roots_every} is more than ttt_steps={own.ttt_steps}; lower it")
+        loss = LossSettings(own.loss, own.omega)
+        return Eagle3Training(drafter, self.target, loss, own.optimizer, self.config.seed, own.roots_every, own.decay)
+
+    def new(self, rows: Rows) -> Eagle3Drafter:
+        """A new drafter, to be trained on these rows. Its last norm and its unembedding begin as the target's."""
+        kept = drafted_tokens(self.own.draft_vocab, rows, self.target)
+        drafter = self.empty(kept).apply(draw_weights)
+        if kept is not None:
+            drafter.kept.copy_(kept)
+        drafter.norm.load_state_dict(self.target.model.model.norm.state_dict())
+        if shape_of(self.target.model).layer_types:
+            drafter.norm.weight.data += 1  # which Gemma's norms add themselves
+        if self.own.unembedding == "trained":
+            drafter.lm_head.load_state_dict(drafter.tables.unembedding_layer(kept).state_dict())
+        return drafter
+
+    def trained_before(self) -> Eagle3Drafter:
+        """The drafter of the folder `init`, to be trained further; UserError where the run asks for another one."""
+        own, before = self.own, self.before
+        has = {name: getattr(before, name) for name in OF_CONFIG}
+        has |= {"target_layers": list(before.target_layers), "intermediate_size": before.shape.intermediate_size}
+        check_alike(own.init, has, {name: value for name in has if (value := getattr(own, name)) is not None})
+        drafter = load(Path(own.init), self.target, "init")
+        drafter = cut_as_asked(drafter, None if own.draft_vocab == "auto" else own.draft_vocab, own.init)
+        drafter.config = self.shape(drafter.kept)
+        if before.own_embedding:
+            drafter.embed_tokens.requires_grad_(False)
+        return drafter
+
+    @cached_property
+    def before(self) -> Eagle3Config:
+        """The config of the drafter of the folder `init`."""
+        with torch.device("cpu"):
+            return Eagle3Config(**read(Path(self.own.init), f"init={self.own.init}")[0])
+
+    def shape(self, kept: Tensor | None = None) -> Eagle3Config:
+        """The config of the drafter for this target, which can draft the tokens `kept` [K]; None: all."""
+        own, n_layer = self.own, self.target.n_layer
+        of_run = {"k": own.ttt_steps, "window_tokens": own.window_tokens}
+        of_run |= {"draft_vocab": None if kept is None else len(kept)}
+        if own.init not in NEW:
+            return replace(self.before, **of_run)
+        layers = tuple(own.target_layers or default_layers(n_layer))
+        if list(layers) != sorted({*layers}) or not 0 <= layers[0] <= layers[-1] < n_layer:
+            raise UserError(f"target_layers={shown(list(layers))} must be of 0..{n_layer - 1}, each once and in order")
+        options = {name: getattr(own, name) for name in OF_CONFIG}
+        return Eagle3Config(self._block_shape(), layers, **options, **of_run)
+
+    def _block_shape(self) -> LlamaShape:
+        """Return the dimensions of the block: the target's, without what its blocks have beyond a Llama's."""
+        shape = shape_of(self.target.model)
+        inner, rope = self.own.intermediate_size or shape.intermediate_size, shape.rope_parameters
+        plain = {"qkv_bias": False, "output_bias": False, "mlp_bias": False, "qk_norm": False, "layer_types": ()}
+        rope = rope.get("full_attention", rope)  # of Gemma 3, which has several
+        return replace(shape, intermediate_size=inner, rope_parameters=rope, **plain)
+
+    def model(self, weights: dict[str, Tensor]) -> Eagle3Drafter:
+        """The drafter of a training's weights: float32 values of the dtype that it is exported in."""
+        drafter = load_weights(self.empty(weights.get("drafter.kept")), weights, "drafter")
+        return drafter.to(DTYPES[self.own.export_dtype]).float()
+
+    def drafter(self, weights: dict[str, Tensor]) -> Drafter:
+        from spectrain.methods.eagle3 import Eagle3
+
+        return Eagle3(self.model(weights), draft_dtype="auto", draft_vocab="auto")
+
+    def save(self, folder: Path, weights: dict[str, Tensor]) -> None:
+        save(folder, drafter=self.model(weights), dtype=DTYPES[self.own.export_dtype])
