@@ -26,14 +26,13 @@ from pathlib import Path
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
 
 from spectrain.errors import UserError
 from spectrain.models.artifacts import check_artifact, damage_of
 from spectrain.models.drafter_model import DrafterModel, TargetTables
 from spectrain.models.eagle3_folders import read, write
 from spectrain.models.kinds import Kind
-from spectrain.target.device import device_type
+from spectrain.models.root_attention import attend
 from spectrain.target.fingerprint import fingerprint
 from spectrain.target.llama import KeysValues, LlamaBlock, LlamaShape, Rope, grouped
 from spectrain.target.loading import check_finite
@@ -45,8 +44,6 @@ KIND = Kind(
     about="An EAGLE-3 drafter: one block that reads the target's states of some layers beside the embedding of each "
     "token, and its own states as it drafts.",
 )
-MOST_SCORES = {"cpu": 1 << 22}  # attention scores that lie in memory at the same time
-MOST_SCORES_ELSEWHERE = 1 << 27
 
 
 @dataclass(frozen=True)
@@ -214,8 +211,8 @@ def unrolled(
         places = torch.arange(first_root + i, n_tokens + i, every, device=device).clamp_max(n_tokens - 1)
         x = drafter.joined(embedded[:, places], state)
         queries, keys_values = block.queries_keys_values(x, tuple(part[:, places] for part in rope))
-        own += [keys_values] if i else []  # the root's own key is one of the context's
-        attended = _attended(queries, context, own, roots, first, window - i)
+        own.append(KeysValues(keys_values.keys[:, :, :, None], keys_values.values[:, :, :, None]))
+        attended = attend(queries[:, :, :, None], context, own, roots, first, window - 1 - i)[:, :, 0]
         state = drafter.state_of(drafter.run(block.after_attention, x, attended))
         found.append(drafter.unembedded(state))
     return found
@@ -233,54 +230,6 @@ def drafted_places(
     places = (roots + step).clamp_max(n_tokens - 1)
     begins = starts[:, roots]
     return places, (roots + step < n_tokens) & (begins < roots) & (starts[:, places] == begins)
-
-
-def _attended(
-    queries: Tensor, context: KeysValues, own: list[KeysValues], roots: range, first: Tensor, reach: int
-) -> Tensor:
-    """Attend to the context up to each root, and to what its own draft has behind it. Memory is linear in L.
-
-    Args:
-        queries: [B, H, R, E].
-        context: K/V of all L tokens.
-        own: K/V [B, K, R, E] of each drafted token so far, which only the same root sees.
-        roots: R positions.
-        first: [B or 1, R] the first position that each root may see; itself it sees in any case.
-        reach: positions of context that a root sees at the most, itself included.
-
-    Returns:
-        [B, R, H E].
-    """
-    n_rows, n_head = queries.shape[:2]
-    most = MOST_SCORES.get(device_type(queries.device), MOST_SCORES_ELSEWHERE)
-    size, parts = max(1, most // (n_rows * n_head * context.keys.shape[2])), []
-    for start in range(0, len(roots), size):
-        part = slice(start, start + size)
-        span = slice(max(0, roots[part][0] - reach + 1), roots[part][-1] + 1)
-        places = torch.arange(span.start, span.stop, device=queries.device)
-        last = torch.arange(roots.start, roots.stop, roots.step, device=queries.device)[part, None]
-        seen = (places < last) & (places > last - reach) & (places >= first[:, part, None])  # [B or 1, r, s]
-        inputs = [(seen | (places == last))[:, None, None], queries[:, :, part]]
-        for keys_values, of in ((context, span), *((one, part) for one in own)):
-            inputs += [keys_values.keys[:, :, of], keys_values.values[:, :, of]]
-        if torch.is_grad_enabled():  # scores are computed once more, not kept
-            parts.append(checkpoint(_attend, *inputs, use_reentrant=False, preserve_rng_state=False))
-        else:
-            parts.append(_attend(*inputs))
-    return torch.cat(parts, dim=1)
-
-
-def _attend(seen: Tensor, queries: Tensor, keys: Tensor, values: Tensor, *own: Tensor) -> Tensor:
-    """Return [B, r, H E] of queries [B, H, r, E] over keys [B, K, s, E], and over one key and value each of `own`."""
-    n_seen, grouped_by = keys.shape[2], (keys.shape[1], -1)
-    queries = queries.unflatten(1, grouped_by) * queries.shape[-1] ** -0.5  # [B, K, G, r, E]
-    scores = [(queries @ keys[:, :, None].mT).masked_fill(~seen, -torch.inf)]
-    scores += [(queries * one[:, :, None]).sum(-1, keepdim=True) for one in own[::2]]
-    weights = torch.cat(scores, dim=-1).softmax(-1, dtype=torch.float32).to(values.dtype)
-    attended = weights[..., :n_seen] @ values[:, :, None]
-    for j, one in enumerate(own[1::2], n_seen):
-        attended = attended + weights[..., j, None] * one[:, :, None]
-    return attended.flatten(1, 2).transpose(1, 2).flatten(2)
 
 
 def save(folder: Path, drafter: Eagle3Drafter, dtype: torch.dtype = torch.float32) -> None:
