@@ -239,10 +239,10 @@ class Eagle3:
     draft_vocab: Whole | Literal["auto"] | None = option(
         "auto", "tokens that it can draft, the most frequent of what is learned; auto: those of 99.5 % of it; null: all"
     )
-    loss: Literal["soft", "mixed", "distill", "tv", "hard"] = option(
+    loss: Literal["soft", "distill", "mixed", "tv", "lk", "hard"] = option(
         "soft",
         "soft: cross-entropy within the draft vocabulary, but where the target's most likely token is outside [soft]; "
-        "distill: there, too; mixed: as +exp=spire; tv: total variation; hard: the text's tokens",
+        "distill: there, too; mixed: as +exp=spire; tv: total variation; lk: -log acceptance; hard: the text's tokens",
     )
     omega: Part = option(0.5, "share of the cross-entropy in the mixed loss")
     decay: Annotated[Part, Gt(0)] = option(0.8, "weight of a drafted token over the one before it [0.8]")

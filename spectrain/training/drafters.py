@@ -15,11 +15,12 @@ from torch import Tensor
 from spectrain.config.training import Train
 from spectrain.config.values import shown
 from spectrain.errors import UserError
-from spectrain.models.artifacts import WEIGHTS, read_manifest
+from spectrain.models.artifacts import MANIFEST, WEIGHTS, read_manifest
 from spectrain.models.drafter_model import DrafterModel
 from spectrain.models.pruned_init import NEW
 from spectrain.stores.folder import digest, sha256
 from spectrain.target import TargetModel
+from spectrain.target.fingerprint import module_fingerprint
 from spectrain.target.hidden_states import Features
 from spectrain.target.target import FINAL
 from spectrain.training.base import Experiment, Parts, Training
@@ -175,8 +176,10 @@ class DrafterExperiment(Experiment):
         is_new, source = init in NEW, {}
         drafter = self.new(data.train) if is_new else self.trained_before()
         if not is_new:
-            source["init"] = [init, sha256(Path(init) / WEIGHTS)]
-            source["before"] = trainings_of(Path(init))
+            folder = Path(init)
+            is_own = (folder / MANIFEST).is_file()  # not of another project, nor on the hub
+            source["init"] = [init, sha256(folder / WEIGHTS) if is_own else module_fingerprint(drafter, {})]
+            source["before"] = trainings_of(folder) if is_own else [{"drafter": folder.name}]
         if isinstance(data.train, FeatureRows):
             store = data.train.store
             source["activations"] = [str(store.folder), digest(store.manifest.files)]

@@ -12,6 +12,7 @@ from torch import Tensor
 from spectrain.config.values import shown
 from spectrain.decoding import Drafter
 from spectrain.errors import UserError
+from spectrain.methods.eagle3 import Eagle3
 from spectrain.models.eagle3 import (
     Eagle3Config,
     Eagle3Drafter,
@@ -128,22 +129,24 @@ class Eagle3Experiment(DrafterExperiment):
 
     def trained_before(self) -> Eagle3Drafter:
         """The drafter of the folder `init`, to be trained further; UserError where the run asks for another one."""
-        own, before = self.own, self.before
+        own, before = self.own, self.before.config
         has = {name: getattr(before, name) for name in OF_CONFIG}
         has |= {"target_layers": list(before.target_layers), "intermediate_size": before.shape.intermediate_size}
         check_alike(own.init, has, {name: value for name in has if (value := getattr(own, name)) is not None})
-        drafter = load(Path(own.init), self.target, "init")
-        drafter = cut_as_asked(drafter, None if own.draft_vocab == "auto" else own.draft_vocab, own.init)
+        drafter = cut_as_asked(self.before, None if own.draft_vocab == "auto" else own.draft_vocab, own.init)
         drafter.config = self.shape(drafter.kept)
         if before.own_embedding:
             drafter.embed_tokens.requires_grad_(False)
         return drafter
 
     @cached_property
-    def before(self) -> Eagle3Config:
-        """The config of the drafter of the folder `init`."""
-        with torch.device("cpu"):
-            return Eagle3Config(**read(Path(self.own.init), f"init={self.own.init}")[0])
+    def before(self) -> Eagle3Drafter:
+        """The drafter of the folder `init`, which says itself what it is; in a plan it has no values."""
+        if self.target.device.type == "meta":
+            with torch.device("cpu"):
+                config = read(Path(self.own.init), f"init={self.own.init}", self.target)[0]
+            return Eagle3Drafter(Eagle3Config(**config), self.target)
+        return load(Path(self.own.init), self.target, "init")
 
     def shape(self, kept: Tensor | None = None) -> Eagle3Config:
         """The config of the drafter for this target, which can draft the tokens `kept` [K]; None: all."""
@@ -151,7 +154,7 @@ class Eagle3Experiment(DrafterExperiment):
         of_run = {"k": own.ttt_steps, "window_tokens": own.window_tokens}
         of_run |= {"draft_vocab": None if kept is None else len(kept)}
         if own.init not in NEW:
-            return replace(self.before, **of_run)
+            return replace(self.before.config, **of_run)
         layers = tuple(own.target_layers or default_layers(n_layer))
         if list(layers) != sorted({*layers}) or not 0 <= layers[0] <= layers[-1] < n_layer:
             raise UserError(f"target_layers={shown(list(layers))} must be of 0..{n_layer - 1}, each once and in order")
@@ -172,8 +175,6 @@ class Eagle3Experiment(DrafterExperiment):
         return drafter.to(DTYPES[self.own.export_dtype]).float()
 
     def drafter(self, weights: dict[str, Tensor]) -> Drafter:
-        from spectrain.methods.eagle3 import Eagle3
-
         return Eagle3(self.model(weights), draft_dtype="auto", draft_vocab="auto")
 
     def save(self, folder: Path, weights: dict[str, Tensor]) -> None:

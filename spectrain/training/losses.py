@@ -2,7 +2,8 @@
 
     MixedLoss = omega * CE(p, q) - (1 - omega) * alpha,    alpha = sum_v min(p_v, q_v)
 
-alpha is the probability that a token drawn from q is accepted. Hidden states become logits one chunk of positions at a
+alpha is the probability that a token drawn from q is accepted. With omega = 0 it is the total variation; `lk` is
+-log alpha ("LK losses", arXiv 2602.23881). Hidden states become logits one chunk of positions at a
 time, and the gradient is computed with the loss, so that memory does not grow with L x V. The gradient is
 
     d CE / dz = q - p,    d alpha / dz = q * (m - <q, m>),   m_v = 1 where q_v < p_v.
@@ -26,6 +27,7 @@ from spectrain.target.device import PLANNED, device_type
 MOST_LOGITS = {"cpu": 1 << 22}  # of a chunk: 16 MB, for which a CPU's allocator need not ask the system each time
 MOST_LOGITS_ELSEWHERE = 1 << 26  # with fewer positions a GPU waits for the unembedding, which each chunk reads
 TILE = 128  # positions that a GPU multiplies together
+LEAST_ALPHA = 1e-30  # whose logarithm "lk" takes: where nothing is shared, it is a number still
 Chunk = Callable[..., tuple[Tensor, Tensor | None, Tensor | None]]
 
 
@@ -166,7 +168,7 @@ class _ChunkedLoss(torch.autograd.Function):
                     count = None if counts is None else counts[part, j]
                     cross_entropy += (ce if count is None else ce * count).sum()
                     if alpha is not None:
-                        alphas[part, j] = alpha
+                        alphas[part, j] = alpha if settings.kind != "lk" else alpha.clamp_(min=LEAST_ALPHA)
                     if not needs_grad:
                         continue
                     grad_hidden[part, j] = grad_logits @ cast

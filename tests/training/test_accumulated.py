@@ -12,6 +12,7 @@ from spectrain.training.data import RowData, TextRows, TokenRows
 from spectrain.training.losses import LossSettings
 from spectrain.training.vanilla import LanguageModelTraining
 from tests.conftest import VOCAB_SIZE, tiny_model
+from tests.training.test_eagle3 import eagle3_training
 from tests.training.test_modules import model_states, text_rows
 from tests.training.test_modules import training as head_training
 from tests.training.test_offline import spire_training
@@ -50,7 +51,7 @@ def new(kind: str) -> Training:
     head = head_training(target, model_states(target))
     head.optimizer_settings = spire.optimizer_settings
     vanilla = LanguageModelTraining(model, spire.optimizer_settings, target)
-    return {"vanilla": vanilla, "head": head}.get(kind, spire)
+    return {"vanilla": vanilla, "head": head, "eagle3": eagle3_training(target)}.get(kind, spire)
 
 
 def data(kind: str, batch_size: int, loss_on: str) -> RowData:
@@ -80,7 +81,13 @@ def agree(found: list[torch.Tensor], expected: list[torch.Tensor]) -> bool:
     return all((a - b).norm() < 1e-5 * b.norm().clamp_min(1e-3) for a, b in zip(found, expected, strict=True))
 
 
-KINDS = [("mixed", "response"), ("hard", "response"), ("vanilla", "response"), ("head", "response")]
+KINDS = [
+    ("mixed", "response"),
+    ("hard", "response"),
+    ("eagle3", "response"),
+    ("vanilla", "response"),
+    ("head", "response"),
+]
 KINDS.append(pytest.param("hard", "all", marks=pytest.mark.slow))  # as many positions in each row
 
 

@@ -17,7 +17,7 @@ from spectrain.training.sums import ValidationSums
 from spectrain.training.vanilla import LanguageModelTraining
 from tests.conftest import VOCAB_SIZE, noisy_copy, tiny_model
 from tests.support.pretend import pretend_device
-from tests.training.test_offline import PREVIOUS, spire_training
+from tests.training.test_offline import EAGLE3, PREVIOUS, spire_training, training_of
 from tests.training.trainers import quiet_trainer
 
 RESPONSE = torch.tensor([[0, 0, 1, 1, 0, 0, 1, 1], [1, 0, 0, 0, 1, 0, 0, 0]], dtype=torch.bool)
@@ -113,22 +113,22 @@ def test_the_most_frequent_tokens_of_responses_are_kept_and_special_ones_always(
         kept(62)
 
 
-@pytest.mark.parametrize("kind", ["mixed", "hard"])
-@pytest.mark.parametrize("options", [{}, PREVIOUS], ids=str)
+@pytest.mark.parametrize("kind", ["mixed", "hard", "soft"])
+@pytest.mark.parametrize("options", [{}, PREVIOUS, EAGLE3], ids=str)
 def test_a_step_on_a_device_waits_for_it_once(options, kind, monkeypatch):
     monkeypatch.setattr(
         losses, "_as_computed", lambda weight, states: weight
     )  # torch knows no autocast of a pretended device
     rows = rows_of()
     with pretend_device() as device, torch.no_grad():
-        module = spire_training(device.target(tiny_model("llama")), **options)
+        module = training_of(device.target(tiny_model("llama")), **options)
         module.to(device.device)
         module.loss_settings = LossSettings(kind)
         batch = rows[[0, 1]]
         batch.tokens, batch.is_token = batch.tokens.to(device.device), batch.is_token.to(device.device)
         batch.is_response, batch.starts = batch.is_response.to(device.device), batch.starts.to(device.device)
         device.reads.clear()
-        module.parts(batch, 1)
+        module.parts(batch, 1, is_exact=False)
     assert [copy.site for copy in device.reads if "training/drafters.py" not in copy.site] == []
     assert len(device.reads) == 1
 

@@ -16,8 +16,11 @@ def plain_loss(kind, omega, hidden, unembedding, teacher, labels):
     p = (teacher.hidden @ teacher.unembedding.T).softmax(-1)
     if kind == "hard":
         return torch.nn.functional.nll_loss(log_q, labels)
-    alpha = torch.minimum(p, log_q.exp()).sum(-1).mean()
-    omega = omega if kind == "mixed" else 1.0
+    alpha = torch.minimum(p, log_q.exp()).sum(-1)
+    if kind == "lk":
+        return -alpha.log().mean()
+    alpha = alpha.mean()
+    omega = {"mixed": omega, "tv": 0.0}.get(kind, 1.0)
     return omega * -(p * log_q).sum(-1).mean() - (1 - omega) * alpha
 
 
@@ -29,7 +32,8 @@ def make_batch(n: int = 7, d: int = 5, v: int = 11):
 
 
 @pytest.mark.parametrize(
-    ("kind", "omega"), [("mixed", 0.5), ("mixed", 0.0), ("mixed", 1.0), ("distill", 0.5), ("hard", 0.5)]
+    ("kind", "omega"),
+    [*[("mixed", omega) for omega in (0.5, 0.0, 1.0)], *[(kind, 0.5) for kind in ("distill", "tv", "lk", "hard")]],
 )
 @pytest.mark.parametrize("chunk", [3, 100])
 def test_value_and_gradient_equal_autograd_s(kind, omega, chunk, monkeypatch):
@@ -41,6 +45,27 @@ def test_value_and_gradient_equal_autograd_s(kind, omega, chunk, monkeypatch):
     grads = torch.autograd.grad(found.loss, [hidden, unembedding])
     torch.testing.assert_close(found.loss, expected)
     torch.testing.assert_close(grads, expected_grads)
+
+
+@pytest.mark.parametrize("kind", ["mixed", "distill", "lk", "hard"])
+@pytest.mark.parametrize("chunk", [3, 100])
+def test_depths_are_positions_of_their_own_with_weights(kind, chunk, monkeypatch):
+    """Three depths of seven positions are 21 positions of the same teacher; weights are counts of each."""
+    monkeypatch.setattr(losses, "MOST_LOGITS", {"cpu": chunk * 11})
+    _, unembedding, teacher, labels = make_batch()
+    hidden, counts = torch.randn(7, 3, 5, requires_grad=True), torch.randint(0, 3, (7, 3))
+    each = counts.flatten()
+    repeated = Teacher(*(teacher.hidden.repeat_interleave(3, 0).repeat_interleave(each, 0), teacher.unembedding))
+    flat = hidden.flatten(0, 1).repeat_interleave(each, 0)
+    expected = drafter_loss(
+        LossSettings(kind), flat, unembedding, repeated, labels.repeat_interleave(3).repeat_interleave(each)
+    )
+    found = drafter_loss(LossSettings(kind), hidden, unembedding, teacher, labels, weights=counts.float())
+    both = [torch.autograd.grad(one.loss, [hidden, unembedding], retain_graph=True) for one in (found, expected)]
+    torch.testing.assert_close((found.loss, found.cross_entropy), (expected.loss, expected.cross_entropy))
+    torch.testing.assert_close(*both)
+    assert found.weight == expected.weight
+    torch.testing.assert_close(found.alpha.flatten().repeat_interleave(each), expected.alpha)
 
 
 def test_alpha_is_the_overlap_of_p_and_q():

@@ -24,12 +24,14 @@ from spectrain.training import spire as modules
 from spectrain.training.callbacks import Checkpoints, TokensPerSecond
 from spectrain.training.checkpoints import CheckpointFolder
 from spectrain.training.data import FeatureRows, RowBatch, SeededLoader
+from spectrain.training.drafters import DrafterTraining
 from spectrain.training.losses import LossSettings
 from spectrain.training.optim import OptimizerSettings
 from spectrain.training.sources import feature_data
 from spectrain.training.spire import SpireTraining
 from tests.conftest import VOCAB_SIZE, tiny_model
 from tests.stores.test_features import write_store
+from tests.training.test_eagle3 import eagle3_training
 from tests.training.trainers import quiet_trainer
 
 LAYERS = (1, 2)
@@ -37,6 +39,7 @@ LAYERS = (1, 2)
 
 PROJECTED = {"input": "projected", "unembedding": "target"}
 PREVIOUS = {**PROJECTED, "previous_state": True}
+EAGLE3 = {"kind": "eagle3", "roots_every": 3}
 
 
 def captured_store(folder, target: TargetModel, precision: str, dtype: str = "bfloat16"):
@@ -58,6 +61,10 @@ def spire_training(target: TargetModel, optimizer: str = "adamw", **options) -> 
     return SpireTraining(drafter, target, LossSettings(), OptimizerSettings(name=optimizer, lr=1e-2, warmup_steps=2))
 
 
+def training_of(target: TargetModel, kind: str = "spire", **options) -> DrafterTraining:
+    return {"spire": spire_training, "eagle3": eagle3_training}[kind](target, **options)
+
+
 def all_rows(store: FeatureStore, layers: tuple[int, ...] = LAYERS) -> FeatureRows:
     return FeatureRows(store, np.arange(len(store)), layers, row_tokens=16)
 
@@ -70,14 +77,17 @@ def online(batch: RowBatch) -> RowBatch:
 @pytest.mark.parametrize("precision", ["32-true", "bf16-mixed"])
 @pytest.mark.parametrize(
     "options",
-    [{}, {"target_activations": False, "feedback": False}, {"input": "trained", "unembedding": "target"}, PREVIOUS],
+    [
+        *({}, {"target_activations": False, "feedback": False}, {"input": "trained", "unembedding": "target"}),
+        *(PREVIOUS, {"kind": "eagle3", "fc_norm": True}),
+    ],
     ids=str,
 )
 def test_losses_are_those_of_online_training(tmp_path, precision, options):
     target = TargetModel(tiny_model("llama", initializer_range=0.1))
     store = captured_store(tmp_path / "store", target, precision)
-    module = spire_training(target, **options)
-    rows = all_rows(store, module.drafter.config.block_layers)
+    module = training_of(target, **options)
+    rows = all_rows(store, getattr(module.drafter.config, "block_layers", LAYERS))
     atol = 1e-5
     for indices in ([0, 1, 2, 3], [5, 4], [7, 8, 9, 10]):
         batch = rows[indices]
@@ -89,10 +99,11 @@ def test_losses_are_those_of_online_training(tmp_path, precision, options):
         torch.testing.assert_close(found.alpha, expected.alpha, rtol=0, atol=100 * atol)
 
 
-def test_the_target_runs_online_and_never_offline(tmp_path, monkeypatch):
+@pytest.mark.parametrize("options", [PROJECTED, EAGLE3], ids=str)
+def test_the_target_runs_online_and_never_offline(tmp_path, monkeypatch, options):
     target = TargetModel(tiny_model("llama"))
     rows = all_rows(captured_store(tmp_path / "store", target, "32-true"))
-    batch, module = rows[[0, 1]], spire_training(target, **PROJECTED)
+    batch, module = rows[[0, 1]], training_of(target, **options)
 
     def never(*inputs, **options):
         raise AssertionError("the target's body ran")
@@ -161,7 +172,7 @@ def train(tmp_path, *callbacks, ckpt_path=None, **options):
     if not (tmp_path / "store").exists():
         captured_store(tmp_path / "store", target, "32-true")
     data = feature_data(all_rows(open_features(tmp_path / "store")), 2, seed=3, val_rows=2, context_tokens=4)
-    module, losses = spire_training(target, **options), Losses()
+    module, losses = training_of(target, **options), Losses()
     trainer = quiet_trainer(
         max_steps=13,
         callbacks=[losses, *callbacks],
@@ -177,7 +188,9 @@ def train(tmp_path, *callbacks, ckpt_path=None, **options):
     return weights, losses, trainer
 
 
-@pytest.mark.parametrize(("options", "step"), [({}, 4), (PREVIOUS, 7)], ids=["trained", "previous"])
+@pytest.mark.parametrize(
+    ("options", "step"), [({}, 4), (PREVIOUS, 7), (EAGLE3, 7)], ids=["trained", "previous", "eagle3"]
+)
 def test_interrupted_training_goes_on_bit_for_bit(tmp_path, options, step):
     expected, whole, _ = train(tmp_path, **options)
     folder = CheckpointFolder(tmp_path / "checkpoints")

@@ -38,10 +38,12 @@ SPIRE = ("+exp=spire", "export_dtype=float32")  # exports are compared
 VARIANTS = {  # what else must train under ZeRO-3, in bfloat16
     "untied": ["+exp=spire", "k=1", "init=random"],
     "ablated": ["+exp=spire", "feedback=false", "target_activations=false", "trainer.activation_checkpointing=true"],
+    "eagle3": ["+exp=eagle3", "select.every=1"],
     "few tokens": ["+exp=spire", "draft_vocab=100", "unembedding=trained", "select.every=1"],
     "vanilla": ["+exp=vanilla", "optimizer.name=adamw", "trainer.activation_checkpointing=true", "select.every=1"],
 }
-HALVES = [*(("own", trainer) for trainer in ("ddp", *DIVIDED)), ("vanilla", "fsdp"), ("head", "deepspeed_zero2")]
+HALVES = [*(("own", trainer) for trainer in ("ddp", *DIVIDED)), ("eagle3", "ddp"), ("eagle3", "fsdp")]
+HALVES += [("vanilla", "fsdp"), ("head", "deepspeed_zero2")]
 MUON = ("+exp=vanilla", "trainer.activation_checkpointing=true", "max_steps=2")
 
 
@@ -102,7 +104,12 @@ def runs(small, shared, tmp_path_factory) -> Path:
     own.append("draft_vocab=auto")
     jobs += [job("own_cut", *own, "trainer=ddp", interrupt=2), job("own_cut", *own, "trainer=ddp")]
     head = ["+exp=specdecpp", f"target={shared / 'target'}", "responses=answers", "drafter=own_one-exported"]
-    kinds = {"own": own, "vanilla": ["+exp=vanilla", *own[1:4]], "head": head}
+    kinds = {
+        "own": own,
+        "eagle3": ["+exp=eagle3", *own[1:], "ttt_steps=3"],
+        "vanilla": ["+exp=vanilla", *own[1:4]],
+        "head": head,
+    }
     adamw = ("optimizer.name=adamw", "optimizer.lr=3e-3", "trainer.gradient_clip_val=0.5", "max_steps=8")
     divided = ("data.batch_size=2", "trainer.accumulate_grad_batches=2")
     halves = [job(f"{kind}_{way}", *kinds[kind], *adamw, *divided, f"trainer={way}") for kind, way in HALVES]
@@ -128,7 +135,7 @@ def runs(small, shared, tmp_path_factory) -> Path:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["few tokens", "vanilla"])
+@pytest.mark.parametrize("name", ["few tokens", "eagle3", "vanilla"])
 def test_the_last_weights_are_validated_before_they_are_kept(runs, name):
     best = json.loads((runs / name / "checkpoints" / "best" / "best.json").read_text())
     result = json.loads((runs / name / "result.json").read_text())
