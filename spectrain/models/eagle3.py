@@ -46,6 +46,9 @@ KIND = Kind(
     about="An EAGLE-3 drafter: one block that reads the target's states of some layers beside the embedding of each "
     "token, and its own states as it drafts.",
     auto={"eagle3_sssd": ("sssd", "logitspec"), "eagle3": ()},
+    engine="eagle3_engines",
+    engine_options=("speculators",),
+    engine_folders=("speculators",),
     recognises=recognises,
 )
 

@@ -30,6 +30,8 @@ class Kind:
     by_depth: bool = False  # whether the throughput model predicts what its number of blocks gains
     # The module of spectrain.exports whose `write_for_engine` writes what another engine needs of an export.
     engine: str | None = None
+    engine_options: tuple[str, ...] = ()  # of spectrain.export, which that takes
+    engine_folders: tuple[str, ...] = ()  # that it writes inside the export
     # Whether a config.json that other projects write is of a drafter that this kind reads, or refuses by its name.
     recognises: Callable[[Mapping], bool] | None = None
 
