@@ -129,7 +129,7 @@ class Workload:
 
 @dataclass
 class Train:
-    """Train a drafter (+exp=spire, eagle3, dflash, vanilla), an acceptance head (+exp=specdecpp), or a target (+exp=target)."""
+    """Train a drafter (+exp=spire, eagle3, dflash, vanilla), an acceptance head (specdecpp), or a target (target)."""
 
     kind: str = ""  # +exp= sets it
     experiment: dict[str, Any] = group(dict)
@@ -260,7 +260,7 @@ class DFlash:
     tokens_per_parameter: Positive = option(0.9, "tokens per trained parameter, but at most ten passes over the text")
     n_layer: Whole = option(5, "its blocks [5]")
     block_tokens: Several = option(16, "of a block, with its root: it drafts one token fewer [16]")
-    roots_every: Whole = option(8, "blocks begin at every so many-th token, elsewhere in each epoch [512 a row: 6 to 8]")
+    roots_every: Whole = option(8, "blocks begin at every so many-th token, elsewhere in each epoch [512 per row]")
     mask_token: Count | None = option(
         None, "the token that stands for those to be drafted; null: the tokenizer's mask token, or the last token"
     )
@@ -342,4 +342,5 @@ class Scratch:
 
 
 SUGGESTED = "spire"  # the drafter that commands tell users to train, and the method of `generate` for it
-EXPERIMENTS = {"spire": Spire, "eagle3": Eagle3, "dflash": DFlash, "vanilla": Vanilla, "specdecpp": Head, "target": Scratch}
+EXPERIMENTS = {"spire": Spire, "eagle3": Eagle3, "dflash": DFlash}
+EXPERIMENTS |= {"vanilla": Vanilla, "specdecpp": Head, "target": Scratch}

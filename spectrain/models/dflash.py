@@ -51,7 +51,7 @@ class DFlashConfig:
     unembedding: str = "target"  # target: the target's rows of these tokens; trained: its own
 
     # What `drafting` asks of every drafter.
-    sink_tokens, own_key, previous_state, feedback = 0, True, False, False
+    sink_tokens, own_key, previous_state, feedback, own_embedding = 0, True, False, False, False
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "shape", replace(self.shape, tie_embeddings=False))  # its tables are never one
@@ -87,12 +87,14 @@ class DFlashBlock(LlamaBlock):
 
 
 class DFlashDrafter(DrafterModel):
-    """Fusion of the target's states and its norm, blocks, norm.
+    """Fusion of the target's states and its norm, blocks, norm. It reads blocks of tokens, never one after the other.
 
     Args:
         config: its options.
         target: whose embedding, and unembedding where it has none of its own, it reads; None: it is not run.
     """
+
+    in_programs = False
 
     def __init__(self, config: DFlashConfig, target: TargetModel | None = None) -> None:
         super().__init__()
@@ -111,6 +113,14 @@ class DFlashDrafter(DrafterModel):
     def embed(self, tokens: Tensor) -> Tensor:
         table = self.embed_tokens.weight if hasattr(self, "embed_tokens") else self.tables.embedding
         return F.embedding(tokens, table).to(self.norm.weight.dtype)
+
+    def input_table(self, dtype: torch.dtype) -> Tensor:
+        """The target's embedding itself, whatever its dtype is: `embed` converts what it reads of it."""
+        return self.tables.embedding
+
+    def read_target(self, captured: Tensor, following: Tensor | None) -> tuple[list[Tensor], Tensor]:
+        features = self.fused(captured)
+        return [features] * len(self.blocks), features
 
     def fused(self, captured: Tensor) -> Tensor:
         """Return the features c [.., D] of the target's states [.., C, D] of `target_layers`."""
