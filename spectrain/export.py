@@ -15,6 +15,7 @@ if __name__ == "__main__":  # first, so that --help and a wrong option are answe
 
     run("spectrain.export")
 
+import inspect
 import logging
 import os
 from collections.abc import Callable
@@ -27,9 +28,16 @@ from spectrain.config.commands import Export
 from spectrain.config.groups import Target
 from spectrain.config.values import shown
 from spectrain.errors import UserError
-from spectrain.exports.exporting import lookup_export, run_export, write_again, write_export, write_lookup
+from spectrain.exports.exporting import (
+    engine_module,
+    lookup_export,
+    run_export,
+    write_again,
+    write_export,
+    write_lookup,
+)
 from spectrain.models.artifacts import is_export, read_manifest
-from spectrain.models.kinds import Kind, about, module_of
+from spectrain.models.kinds import about, module_of
 from spectrain.stores.folder import locked, refuse_existing, write_folder
 from spectrain.stores.locations import BUNDLED
 from spectrain.target.loading import fetched
@@ -82,7 +90,7 @@ def of_run(options: Export) -> tuple[Path, Callable[..., None]]:
     experiment = open_experiment(
         run, partial(open_target, replace(run.config.target, parallel="none", tp=None), "cpu", has_blocks=False)
     )
-    asked = engine_options(options, about(experiment.exports), str(run.path))
+    asked = engine_options(options, experiment.exports, str(run.path))
     export = replace(run_export(experiment, options.weights), for_engine=asked)
     return out, partial(write_export, export=export)
 
@@ -101,7 +109,7 @@ def of_drafter(options: Export) -> tuple[Path, Callable[..., None]]:
     artifact = read_manifest(drafter)
     if (kind := about(artifact.kind)).engine is None:
         raise UserError(f"drafter={drafter} is a {kind.noun}, in which engines need nothing more; give another drafter")
-    asked, path = engine_options(options, kind, f"drafter={drafter}"), options.target.path or artifact.target
+    asked, path = engine_options(options, artifact.kind, f"drafter={drafter}"), options.target.path or artifact.target
     if not path:
         raise UserError(f"drafter={drafter} does not say what it was made for; give target=<its target>")
     target = open_target(Target(path, dtype="float32"), "cpu", has_blocks=False)
@@ -109,11 +117,12 @@ def of_drafter(options: Export) -> tuple[Path, Callable[..., None]]:
     return out, partial(write_again, drafter=drafter, model=model, path=path, target=target, options=asked)
 
 
-def engine_options(options: Export, kind: Kind, given: str) -> dict[str, object]:
+def engine_options(options: Export, kind: str, given: str) -> dict[str, object]:
     """Return the options for what other engines need of a drafter. Raise UserError where its kind has none of them."""
     asked = {name: getattr(options, name) for name in ("attention", "speculators")}
     asked = {name: value for name, value in asked.items() if value is not None}
-    for name in asked.keys() - {*kind.engine_options}:
+    module = engine_module(kind)
+    for name in asked.keys() - (inspect.signature(module.write_for_engine).parameters if module else {}).keys():
         raise UserError(f"{name}={shown(asked[name])} is no option of {given}; remove it")
     return asked
 
@@ -121,7 +130,7 @@ def engine_options(options: Export, kind: Kind, given: str) -> dict[str, object]
 def of_lookup(options: Export) -> tuple[Path, Callable[..., None]]:
     """Return where a lookup method is exported to, and what fills that folder."""
     method = options.method
-    engine_options(options, about("lookup"), "method=")
+    engine_options(options, "lookup", "method=")
     out = Path(options.out) if options.out else EXPORTED / method["_target_"].split(".")[-2]
     refuse_existing(out)
     export = lookup_export(method, options.datastore, options.target.path or BUNDLED)

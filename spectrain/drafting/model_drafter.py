@@ -183,7 +183,9 @@ class ModelDrafter(ChainDrafter):
         self.keys.join(rows)
         lengths, captured = context.lengths[rows.start : rows.stop] - 1, output.captured  # of the prompts
         kept = self.keys.kept(lengths)
-        if output.positions.shape != kept.shape or not ((output.positions == kept) | (kept < 0)).all():  # another method wanted to read more of the prompts
+        if (
+            output.positions.shape != kept.shape or not ((output.positions == kept) | (kept < 0)).all()
+        ):  # another method wanted to read more of the prompts
             places = (kept[:, :, None] == output.positions[:, None]).long().argmax(dim=-1)
             captured = captured.gather(1, places[:, :, None, None].expand(-1, -1, *captured.shape[2:]))
         # Their memories are made when something is drafted: many methods share a generation, and not all of them draft.

@@ -14,6 +14,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from importlib import import_module
 from pathlib import Path
+from types import ModuleType
 
 import torch
 from safetensors import safe_open
@@ -60,7 +61,7 @@ class Export:
     experiment: Experiment
     weights: dict[str, Tensor]  # whole, of the training's module
     trained: dict  # steps, tokens, tau: what spectrain.json keeps
-    for_engine: Mapping = field(default_factory=dict)  # options, see `Kind.engine_options`
+    for_engine: Mapping = field(default_factory=dict)  # options of `write_for_engine` of its kind
 
 
 def run_export(experiment: Experiment, which: str) -> Export:
@@ -148,7 +149,7 @@ def write_again(
         options: see `Export`.
     """
     artifact, module = read_manifest(drafter), module_of(read_manifest(drafter).kind)
-    is_ours, ignored = bool(artifact.target_fingerprint), {*about(artifact.kind).engine_folders}
+    is_ours, ignored = bool(artifact.target_fingerprint), {engine_module(artifact.kind).FOLDER}
     if is_ours:
         shutil.copytree(drafter, folder, dirs_exist_ok=True, ignore=lambda _, names: ignored & {*names})
     else:
@@ -180,10 +181,16 @@ def stored_dtype(drafter: Path) -> torch.dtype:
 
 def write_for_engine(kind: str, folder: Path, out: Path, target: TargetModel, options: Mapping) -> str:
     """Write what another engine needs of a drafter, where one runs its kind, and return what its card says of it."""
-    if about(kind).engine is None:
+    if (module := engine_module(kind)) is None:
         return NO_ENGINE
-    module, artifact = import_module(f"spectrain.exports.{about(kind).engine}"), read_manifest(folder)
+    artifact = read_manifest(folder)
     return module.write_for_engine(folder, named(out), engine_path(artifact.target), target, **options)
+
+
+def engine_module(kind: str) -> ModuleType | None:
+    """Return the module that writes what other engines need of a kind; None: none runs it."""
+    engine = about(kind).engine
+    return import_module(f"spectrain.exports.{engine}") if engine else None
 
 
 def write_decode(folder: Path) -> None:

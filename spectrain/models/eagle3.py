@@ -47,8 +47,6 @@ KIND = Kind(
     "token, and its own states as it drafts.",
     auto={"eagle3_sssd": ("sssd", "logitspec"), "eagle3": ()},
     engine="eagle3_engines",
-    engine_options=("speculators",),
-    engine_folders=("speculators",),
     recognises=recognises,
 )
 

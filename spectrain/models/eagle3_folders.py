@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 import numpy as np
@@ -31,7 +31,6 @@ KEPT = "kept.npy"  # the tokens that it can draft in our own order, the most fre
 PICKLED = "pytorch_model.bin"
 ARCHITECTURE = "LlamaForCausalLMEagle3"
 BLOCK = "midlayer."
-NAMES = {"states_norm.": "input_norm.", "state_norms.": "fc_norm."}  # ours -> theirs
 OTHER_NAMES = {  # of the same tensors in the folders of others
     r"^model\.": "",
     r"^layers\.0\.": BLOCK,
@@ -53,6 +52,7 @@ SIZES = {  # config.json -> fields of `LlamaShape`
 }
 ROPE = ("rope_theta", "rope_scaling", "rope_parameters")
 FLAGS = ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output")
+OF_BLOCK = ("model_type", *SIZES, "attention_bias", "mlp_bias", *ROPE, "num_hidden_layers", "tie_word_embeddings")
 LAYERS = "eagle_aux_hidden_state_layer_ids"
 SIGNS = ("speculators_model_type", "draft_vocab_size", "eagle_config", "dflash_config", "medusa_num_heads")
 OTHERS = {  # what a folder may hold instead, by words in its architectures, types, some keys, and names of tensors
@@ -102,27 +102,19 @@ def write(folder: Path, config: Mapping, state: Mapping[str, Tensor], dtype: tor
     write_json(folder / "config.json", _config_json(config, dtype, ends, "lm_head.weight" in tensors))
 
 
-def block_json(shape: LlamaShape) -> dict:
-    """Return the part of config.json that describes the block, as a Llama of one layer."""
-    rope = dict(shape.rope_parameters)
-    theta = rope.pop("rope_theta")
+def _config_json(config: Mapping, dtype: torch.dtype, ends: Mapping, has_head: bool) -> dict:
+    shape, layers, rope = config["shape"], config["target_layers"], dict(config["shape"].rope_parameters)
+    theta, is_scaled = rope.pop("rope_theta"), rope.get("rope_type", "default") != "default"
     return {
+        "architectures": [ARCHITECTURE],
         "model_type": "llama",
         **{theirs: getattr(shape, ours) for theirs, ours in SIZES.items()},
         "attention_bias": shape.qkv_bias,
         "mlp_bias": shape.mlp_bias,
         "rope_theta": theta,
-        **({} if rope.get("rope_type", "default") == "default" else {"rope_scaling": rope}),
+        **({"rope_scaling": rope} if is_scaled else {}),
         "num_hidden_layers": 1,
         "tie_word_embeddings": False,
-    }
-
-
-def _config_json(config: Mapping, dtype: torch.dtype, ends: Mapping, has_head: bool) -> dict:
-    shape, layers = config["shape"], config["target_layers"]
-    return {
-        "architectures": [ARCHITECTURE],
-        **block_json(shape),
         **({"draft_vocab_size": config["draft_vocab"] or shape.vocab_size} if has_head else {}),
         "target_hidden_size": shape.hidden_size,
         "torch_dtype": str(dtype).removeprefix("torch."),
@@ -291,19 +283,15 @@ def _layers(facts: Mapping, n_layer: int, given: str, guesses: list[str]) -> tup
     found = inputs or [layer + 1 for layer in outputs or ()]
     if not found:
         found = default_layers(n_layer)
-        guesses.append(f"it names no layers, so it reads the inputs of blocks {_listed(found)}")
+        guesses.append(f"it names no layers, so it reads the inputs of blocks {found}")
     elif inputs and outputs and sorted(inputs) != sorted(layer + 1 for layer in outputs):
-        guesses.append(f"{LAYERS} are {_listed(inputs)}, as inputs of blocks, not {_listed(outputs)} of eagle_config")
+        guesses.append(f"{LAYERS} are {inputs}, as inputs of blocks, not {outputs} of eagle_config")
     if wrong := [layer for layer in found if not 0 <= layer < n_layer]:
         raise UserError(
             f"{given} reads the input of block {wrong[0]} (the output of block {wrong[0] - 1}), but only those of "
             f"blocks 0 to {n_layer - 1} of this target can be read; give one made for this target"
         )
     return tuple(sorted(set(found)))  # as vLLM does
-
-
-def _listed(values: Sequence[int]) -> str:
-    return ", ".join(map(str, values))
 
 
 def _flags(facts: Mapping, tensors: Mapping[str, Tensor], guesses: list[str]) -> dict[str, bool]:
@@ -376,7 +364,7 @@ def _their_names(state: Mapping[str, Tensor], shape: LlamaShape) -> dict[str, Te
     for name, tensor in state.items():
         within, kind = name.removeprefix("blocks.0.").rsplit(".", 1)
         if not name.startswith("blocks.0."):
-            tensors[_renamed(name, NAMES)] = tensor
+            tensors[name.replace("states_norm.", "input_norm.").replace("state_norms.", "fc_norm.")] = tensor
         elif within in MATRICES:
             split = zip(MATRICES[within], tensor.split(parts.get(within, len(tensor))), strict=True)
             tensors |= {f"{BLOCK}{theirs}.{kind}": part for theirs, part in split}
@@ -387,12 +375,10 @@ def _their_names(state: Mapping[str, Tensor], shape: LlamaShape) -> dict[str, Te
 
 def _our_names(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Return the tensors of the layout under the names of a drafter, whose projections are joined."""
-    block = {name.removeprefix(BLOCK): one for name, one in tensors.items() if name.startswith(BLOCK)}
-    state = {f"blocks.0.{name}": one for name, one in block_state(block).items()}
-    names = {theirs: ours for ours, theirs in NAMES.items()}
-    return state | {_renamed(name, names): one for name, one in tensors.items() if not name.startswith(BLOCK)}
-
-
-def _renamed(name: str, names: Mapping[str, str]) -> str:
-    first = next((one for one in names if name.startswith(one)), "")
-    return names.get(first, "") + name.removeprefix(first)
+    block, state = {}, {}
+    for name, one in tensors.items():
+        if name.startswith(BLOCK):
+            block[name.removeprefix(BLOCK)] = one
+        else:
+            state[name.replace("input_norm.", "states_norm.").replace("fc_norm.", "state_norms.")] = one
+    return state | {f"blocks.0.{name}": one for name, one in block_state(block).items()}

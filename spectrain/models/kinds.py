@@ -28,10 +28,8 @@ class Kind:
     # The methods that method=auto tries with a drafter of this kind, and those that each of them makes superfluous.
     auto: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     by_depth: bool = False  # whether the throughput model predicts what its number of blocks gains
-    # The module of spectrain.exports whose `write_for_engine` writes what another engine needs of an export.
+    # The module of spectrain.exports whose `write_for_engine` writes what other engines need of an export, in `FOLDER`.
     engine: str | None = None
-    engine_options: tuple[str, ...] = ()  # of spectrain.export, which that takes
-    engine_folders: tuple[str, ...] = ()  # that it writes inside the export
     # Whether a config.json that other projects write is of a drafter that this kind reads, or refuses by its name.
     recognises: Callable[[Mapping], bool] | None = None
 

@@ -160,7 +160,7 @@ def sglang(config: dict, tensors: dict) -> None:
     renamed(tensors, *((f"fc_norm.{i}.", f"aux_norm_{name}.") for i, name in enumerate(("low", "mid", "high"))))
 
 
-LAYERS_LINE = "it names no layers, so it reads the inputs of blocks 2, 4, 5"
+LAYERS_LINE = "it names no layers, so it reads the inputs of blocks (2, 4, 5)"
 LAYOUTS = {  # layout, file, options of the drafter, what is said
     "SafeAILab": (safeai, "pytorch_model.bin", {"draft_vocab": KEPT}, LAYERS_LINE),
     "SpecForge": (specforge, "", {"draft_vocab": KEPT, "target_layers": (1, 3, 7)}, ""),
@@ -222,7 +222,12 @@ HEADLESS, WINDOW = theirs(lm_head__weight=None), theirs(layer_types=["sliding_at
 TIED, TIED_TABLE = theirs(tie_word_embeddings=True), theirs(tie_word_embeddings=True, lm_head__weight=None)
 # What is written otherwise, of a drafter with which options; what is read; what is said.
 TRAPS = {
-    "layers": (DISAGREE, {}, {"target_layers": (1, 3, 7)}, "are 1, 3, 7, as inputs of blocks, not 1, 3, 5 of eagle_"),
+    "layers": (
+        DISAGREE,
+        {},
+        {"target_layers": (1, 3, 7)},
+        "are [1, 3, 7], as inputs of blocks, not [1, 3, 5] of eagle",
+    ),
     "layers in no order": (theirs(**{LAYERS: [5, 2, 4]}), {}, {"target_layers": (2, 4, 5)}, ""),
     "speculators": (
         speculators_of_old,

@@ -1,0 +1,56 @@
+"""What spectrain.export writes of EAGLE-3 drafters, for engines and for speculators."""
+
+from __future__ import annotations
+
+import json
+
+import torch
+
+from spectrain.models.eagle3 import load
+from spectrain.target import load_target
+from tests.models.test_eagle3_folders import drafter_for, drafts, published, safeai
+
+ALIKE = ("config.json", "model.safetensors", "kept.npy", "spectrain.json")
+
+
+def test_a_drafter_of_others_is_written_anew_for_engines_and_speculators(shared, tmp_path, typed):
+    target = load_target(shared / "target", device="cpu")
+    layers = {"target_layers": (1, 2, 3)}
+
+    def layered(config: dict, tensors: dict) -> None:
+        safeai(config, tensors)
+        config |= {"eagle_config": {"eagle_aux_hidden_state_layer_ids": [0, 1, 2]}, "norm_before_residual": True}
+
+    drafter = drafter_for(target, **layers, draft_vocab=20, norm_before_residual=True)
+    theirs = published(tmp_path / "theirs", drafter, layered, "pytorch_model.bin")
+    (theirs / "README.md").write_text("---\nlicense: mit\n---\nOf somebody.\n")
+    (theirs / "LICENSE").write_text("MIT")
+    options = [f"drafter={theirs}", f"target={shared / 'target'}"]
+    code, _, err = typed("export", *options, "speculators=true", f"out={tmp_path / 'ours'}")
+    assert code == 0, err
+    assert "SGLang ignores norm_before_residual" in err
+    card = (tmp_path / "ours/README.md").read_text()
+    assert card.startswith("---\nlicense: mit\n---\nOf somebody.\n")
+    assert """--speculative-config '{"method":"eagle3","model":"ours","num_speculative_tokens":4}'""" in card
+    assert "--speculative-num-steps 4 \\\n  --speculative-eagle-topk 1 --speculative-num-draft-tokens 5" in card
+    assert "SGLang ignores norm_before_residual" in card
+    for folder in ("ours", "ours/speculators"):
+        opened = load(tmp_path / folder, target)
+        torch.testing.assert_close(drafts(opened), drafts(drafter), rtol=0, atol=0)
+    config = json.loads((tmp_path / "ours/speculators/config.json").read_text())
+    assert config["norm_before_residual"] is True
+    assert not {config[flag] for flag in ("norm_before_fc", "fc_norm", "norm_output", "embed_requires_grad")} - {False}
+    verifier = {"name_or_path": str(shared / "target"), "architectures": ["LlamaForCausalLM"]}
+    assert config["speculators_config"]["verifier"] == verifier
+    assert typed("export", f"drafter={tmp_path / 'ours'}", f"out={tmp_path / 'again'}")[0] == 0
+    for name in ALIKE:
+        assert (tmp_path / "again" / name).read_bytes() == (tmp_path / "ours" / name).read_bytes()
+    assert not (tmp_path / "again/speculators").exists()
+    assert '"model":"again"' in (tmp_path / "again/README.md").read_text()
+    for wrong, said in {
+        options[0]: "does not say what it was made for; give target=<its target>",
+        f"drafter={tmp_path / 'ours'} attention=exact": "attention=exact is no option of drafter=",
+    }.items():
+        code, _, err = typed("export", *wrong.split(), f"out={tmp_path / 'x'}")
+        assert code == 2
+        assert said in err
