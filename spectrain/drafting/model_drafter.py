@@ -134,7 +134,7 @@ class ModelDrafter(ChainDrafter):
         self.runtime.kernels = fused_kernels(shape, target.device) if target.fuses else None
         self._prompts: list[PendingStates] = []
         self._missed: deque[PendingStates] = deque()  # of steps without this method
-        # [rows, D] what each root reads of the target's state before it. `state` [n, D] is the one before the token that is read next.
+        # [rows, D] what each root reads of the state before it; `state` [n, D] is that of the token that is read next.
         self.finals = self.drafter.norm.weight.new_zeros(cache.max_rows, shape.hidden_size)
 
     def share(self, other: ModelDrafter) -> None:
@@ -182,11 +182,9 @@ class ModelDrafter(ChainDrafter):
             one.of += [-1] * len(rows)
         self.keys.join(rows)
         lengths, captured = context.lengths[rows.start : rows.stop] - 1, output.captured  # of the prompts
-        kept = self.keys.kept(lengths)
-        if (
-            output.positions.shape != kept.shape or not ((output.positions == kept) | (kept < 0)).all()
-        ):  # another method wanted to read more of the prompts
-            places = (kept[:, :, None] == output.positions[:, None]).long().argmax(dim=-1)
+        kept, read = self.keys.kept(lengths), output.positions
+        if read.shape != kept.shape or not ((read == kept) | (kept < 0)).all():  # another method wanted to read more
+            places = (kept[:, :, None] == read[:, None]).long().argmax(dim=-1)
             captured = captured.gather(1, places[:, :, None, None].expand(-1, -1, *captured.shape[2:]))
         # Their memories are made when something is drafted: many methods share a generation, and not all of them draft.
         self._prompts.append(PendingStates(captured, kept, [-1] * rows.start + [*range(len(rows))]))

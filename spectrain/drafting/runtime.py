@@ -367,10 +367,7 @@ class MemoryProgram(DecoderProgram):
         config = model.config
         super().__init__(config.shape, n_rows, n_nodes)
         self.accepted = self.hold(torch.zeros(n_rows, dtype=torch.int64))
-        if keys.is_whole:
-            self.slots = self.positions  # also of nodes that were not accepted: nothing sees them
-        else:
-            self.keep(keys.positions, self.accepted, config.sink_tokens, keys.ring_tokens)
+        self.keep(keys.positions, self.accepted, config.sink_tokens, keys.ring_tokens)
         self.rope_angles(model.rope)
         self.inputs, self.fused = [], None
         if model.pairs:

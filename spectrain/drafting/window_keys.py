@@ -117,13 +117,13 @@ class WindowKeys:
         Which slots they see, [n, n_new, S] bool; their own, [n, n_new]; and how many slots [n] int64 all of them see,
         behind which the first of those S is (None: 0).
 
-        `roots` [n] are the positions of the roots. The ring holds tokens before them alone, as no chain is drafted.
+        `roots` [n] are the positions of the roots.
         """
         n_rows, n_nodes = tree.shape
         positions, roots = self.positions[:n_rows, None], roots[:, None, None]
         reach = roots + tree.depth[:, -n_new:, None] - self.window.window_tokens
         near = (positions > reach) | (positions < self.window.sink_tokens)
-        seen = near & (positions >= 0)
+        seen = near & (positions >= 0) & (positions < roots)
         seen[:, :, self.first_node : self.first_node + n_nodes] = tree.ancestors[:, -n_new:]
         slots = torch.arange(n_nodes - n_new, n_nodes, device=seen.device) + self.first_node
         own = slots.expand(n_rows, -1)[..., None]

@@ -127,7 +127,8 @@ class Eagle3Block(LlamaBlock):
 class Eagle3Drafter(DrafterModel):
     """Fusion of the target's states, one block, norm, unembedding.
 
-    It counts a token by the position of the state that it reads, as papers do (see above). Its final states are what the next token reads (`norm_output` decides whether before or after the norm).
+    It counts a token by the position of the state that it reads, as papers do (see above). Its final states are what
+    the next token reads (`norm_output` decides whether before or after the norm).
 
     Args:
         config: its options.

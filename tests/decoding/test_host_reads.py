@@ -32,7 +32,8 @@ from tests.support.pretend import Copy, PretendDevice, pretend_device
 
 LENGTHS, N_NEW = (5, 14, 9), 12
 SAMPLINGS = {"greedy": Sampling(), "sampled": Sampling(temperature=0.8)}
-MODELS = ("speculative", "spire", "magicdec", "specdecpp", "confidence_stop", "entropy_stop")  # which draft chains
+# Which draft chains.
+MODELS = ("speculative", "spire", "eagle3", "magicdec", "specdecpp", "confidence_stop", "entropy_stop")
 # Lookups propose the same however tokens are drawn, so that two of them stand for all where they are sampled.
 SAMPLED = ("autoregressive", "sssd", "lookahead", "spire_tree", *MODELS)
 EACH_SAMPLED_OR_NOT = [*((name, "greedy") for name in method_names()), *((name, "sampled") for name in SAMPLED)]
@@ -52,7 +53,7 @@ MOST_READS = {
     "confidence_stop": 7,
     "entropy_stop": 7,
     "specdecpp": 7,
-    **{f"{model}_{kind}": 1 + LEVELS for model in ("spire", "speculative") for kind in ("tree", "sssd")},
+    **{f"{model}_{kind}": 1 + LEVELS for model in ("spire", "eagle3", "speculative") for kind in ("tree", "sssd")},
 }
 
 
@@ -129,7 +130,7 @@ def test_text_and_copies_on_a_device(name, how, copies_per_step):
 
 
 @pytest.mark.parametrize(
-    ("name", "with_graphs"), in_turn(["speculative", "spire", "specdecpp", "magicdec"], [False, True])
+    ("name", "with_graphs"), in_turn(["speculative", "spire", "eagle3", "specdecpp", "magicdec"], [False, True])
 )
 def test_drafts_that_stop_at_an_end_of_text_are_those_of_the_cpu(name, with_graphs, monkeypatch):
     """Where random numbers are drawn anew within drafts, too."""
@@ -152,7 +153,8 @@ def test_drafts_that_stop_at_an_end_of_text_are_those_of_the_cpu(name, with_grap
 
 
 @pytest.mark.parametrize(
-    ("name", "how"), in_turn(["autoregressive", "speculative", "magicdec", "spire", "pld", "sssd"], [*SAMPLINGS])
+    ("name", "how"),
+    in_turn(["autoregressive", "speculative", "magicdec", "spire", "eagle3", "pld", "sssd"], [*SAMPLINGS]),
 )
 def test_what_would_be_recorded_as_a_graph_copies_nothing(name, how):
     with pretend_device() as device:
@@ -174,7 +176,7 @@ def test_what_would_be_recorded_as_a_graph_copies_nothing(name, how):
     assert played or (name, how) == ("sssd", "greedy")  # whose few steps all have other shapes
     assert "score" in kinds
     assert name == "sssd" or "verify" in kinds
-    assert name != "spire" or {"chain", "memories"} <= kinds
+    assert name not in ("spire", "eagle3") or {"chain", "memories"} <= kinds
     assert not any(played)
 
 

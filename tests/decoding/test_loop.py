@@ -86,8 +86,8 @@ ADAPTIVE = ("specdecpp", "specdecpp, previous", "confidence_stop", "entropy_stop
 
 
 def drafter_of(name: str, family: str, **options) -> Drafter:
-    if "spire" in artifact_kinds(method_config(name)).values() and family not in SPIRE_FAMILIES:
-        pytest.skip("SPIRe drafters are for Llama-like targets")
+    if {"spire", "eagle3"} & {*artifact_kinds(method_config(name)).values()} and family not in SPIRE_FAMILIES:
+        pytest.skip("drafters of our own blocks are for Llama-like targets")
     if name in ("auto", *token_methods()) and family not in OF_EACH_ENGINE:
         pytest.skip("the methods that auto chooses among meet this family, and so do branching trees")
     return build(name, artifacts(family), {**SMALL.get(name, {}), **options})

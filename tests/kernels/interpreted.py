@@ -17,12 +17,14 @@ from spectrain.decoding import generate
 from spectrain.drafting import runtime
 from spectrain.kernels.cuda import triton_kernels
 from spectrain.methods.autoregressive import Autoregressive
+from spectrain.methods.eagle3 import Eagle3
 from spectrain.methods.spire import Spire
 from spectrain.target import DraftTree, KVCache, TargetModel
 from spectrain.target.llama import LlamaBlock, LlamaShape, Rope
 from tests.conftest import random_prompts, tiny_model
 from tests.decoding.reference import random_parents, tree_of
 from tests.models.test_spire import ENGINE, make
+from tests.models.tiny_eagle3 import new_eagle3
 
 pytestmark = pytest.mark.filterwarnings("ignore:divide by zero", "ignore:overflow")
 EPS = 1e-5
@@ -183,21 +185,34 @@ def test_greedy_text_is_that_of_torch():
 
 
 @pytest.mark.parametrize(
-    "options", [{"draft_vocab": 30, "input": "trained"}, {"family": "qwen3", "feedback": False}, ENGINE], ids=str
+    ("kind", "options"),
+    [
+        ("spire", {"draft_vocab": 30, "input": "trained"}),
+        ("spire", {"family": "qwen3", "feedback": False}),
+        ("spire", ENGINE),
+        ("eagle3", {"draft_vocab": 30}),
+        ("eagle3", {"norm_output": True, "norm_before_residual": True, "window_tokens": 8}),
+    ],
+    ids=str,
 )
-def test_a_spire_drafter_reads_chains_and_trees_as_torch_does(options, monkeypatch):
+def test_a_drafter_reads_chains_and_trees_as_torch_does(kind, options, monkeypatch):
     """Each step reads what the one before it has stored; then a root is read, and two tokens below it at once."""
     monkeypatch.setattr(runtime, "can_fuse", lambda *_: False)
-    (target, drafter), compared = make(**options), []
+    if kind == "spire":
+        (target, drafter), method_of = make(**options), Spire
+    else:
+        target, method_of = TargetModel(tiny_model("llama_gqa"), compile="triton"), Eagle3
+        drafter = new_eagle3(target, **options)
+    compared = []
     positions, tokens = torch.tensor([[3, 4, 5], [0, 1, -1]]), torch.tensor([[7, 8, 9], [5, 6, 7]])
-    past = torch.randn(2, 3, len(drafter.blocks), 32)
+    past = torch.randn(2, 3, len(drafter.config.captured_layers), 32)
     tree = DraftTree(tokens, torch.tensor([[-1, 0, 0]] * 2), tokens)
     for by_kernels in (True, False):
-        method = Spire(drafter, tree_nodes=3)
+        method = method_of(drafter, tree_nodes=3)
         method.start(target, KVCache(2))
         assert method.runtime.kernels is not None
         method.runtime.kernels = method.runtime.kernels if by_kernels else None
-        method.runtime.remember(past, positions, slice(0, 2))
+        method.runtime.remember(past, positions, slice(0, 2), tokens)
         found, state = [], method.finals[:2]
         for i in range(2):
             logits, state = method.runtime.one(tokens[:, i], torch.tensor([6, 2]) + i, state)
