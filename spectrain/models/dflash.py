@@ -24,8 +24,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from spectrain.errors import UserError
+from spectrain.models.dflash_folders import read, write
 from spectrain.models.drafter_model import DrafterModel, TargetTables
 from spectrain.models.kinds import Kind
+from spectrain.models.published import exported, is_dflash, opened
 from spectrain.models.root_attention import attend
 from spectrain.target.llama import KeysValues, LlamaBlock, LlamaShape, Rope, grouped
 from spectrain.target.target import TargetModel
@@ -35,6 +37,7 @@ KIND = Kind(
     method="dflash",
     about="A DFlash drafter: one pass drafts a block of tokens, whose rows read the target's states of the text.",
     auto={"dflash": ()},
+    recognises=is_dflash,
 )
 
 
@@ -141,14 +144,6 @@ class DFlashDrafter(DrafterModel):
         return self.norm(x), owns
 
 
-def default_layers(n_layer: int, n_states: int) -> tuple[int, ...]:
-    """Return the blocks whose inputs z-lab reads of a target of so many blocks: from the second to the third last."""
-    outputs = [n_layer // 2]
-    if n_states > 1:
-        outputs = [round(1 + i * (n_layer - 4) / (n_states - 1)) for i in range(n_states)]
-    return tuple(sorted({min(max(1 + output, 0), n_layer - 1) for output in outputs}))
-
-
 def drafted(
     drafter: DFlashDrafter,
     tokens: Tensor,
@@ -185,3 +180,15 @@ def drafted(
         attended = attend(queries, context, [KeysValues(*own)], roots, first, n_tokens)
         x = drafter.run(block.after_attention, x, attended.flatten(1, 2))
     return list(drafter.norm(x).unflatten(1, (-1, size)).unbind(2)[1:])
+
+
+def save(folder: Path, drafter: DFlashDrafter, dtype: torch.dtype = torch.float32) -> None:
+    """Write a drafter into an existing folder, in z-lab's layout; see `dflash_folders`."""
+    state, ends = exported(drafter)
+    write(folder, vars(drafter.config), state, dtype, ends)
+
+
+def load(folder: Path, target: TargetModel, option: str = "drafter") -> DFlashDrafter:
+    """Open a DFlash drafter, see `published.opened`."""
+    build = lambda fields: DFlashDrafter(DFlashConfig(**fields), target)  # noqa: E731
+    return opened("dflash", folder, target, option, read, build)

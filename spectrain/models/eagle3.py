@@ -28,16 +28,14 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from spectrain.errors import UserError
-from spectrain.models.artifacts import MANIFEST, check_artifact
 from spectrain.models.drafter_model import DrafterModel, TargetTables
 from spectrain.models.eagle3_folders import default_layers as default_layers
 from spectrain.models.eagle3_folders import read, recognises, write
 from spectrain.models.kinds import Kind
+from spectrain.models.published import exported, opened
 from spectrain.models.root_attention import attend
-from spectrain.target.fingerprint import fingerprint
 from spectrain.target.forward import DecoderProgram
 from spectrain.target.llama import KeysValues, LlamaBlock, LlamaShape, Rope, grouped
-from spectrain.target.loading import check_complete, check_finite, fetched
 from spectrain.target.target import TargetModel
 
 KIND = Kind(
@@ -275,42 +273,12 @@ def drafted_places(
 
 
 def save(folder: Path, drafter: Eagle3Drafter, dtype: torch.dtype = torch.float32) -> None:
-    """Write a drafter into an existing folder, as vLLM and SGLang load it; see `eagle3_folders`.
-
-    The target's tables are left out, but for the rows of its unembedding that `draft_vocab` keeps.
-    """
-    state, ends = drafter.state_dict(), {}
-    if drafter.kept is not None:
-        state["lm_head.weight"] = drafter.unembedding.detach()
-    if drafter.tables is not None:
-        known = drafter.tables.target.model.config.get_text_config()
-        ends = {name: getattr(known, name) for name in ("bos_token_id", "eos_token_id")}
+    """Write a drafter into an existing folder, as vLLM and SGLang load it; see `eagle3_folders`."""
+    state, ends = exported(drafter)
     write(folder, vars(drafter.config), state, dtype, ends)
 
 
 def load(folder: Path, target: TargetModel, option: str = "drafter") -> Eagle3Drafter:
-    """Open an EAGLE-3 drafter in float32, which shares the target's tables.
-
-    Args:
-        folder: an export, the folder of another project (see `eagle3_folders`), or a Hugging Face id of one.
-        target: it drafts for.
-        option: by which it was given.
-
-    Raises:
-        UserError: it does not fit the target, or is damaged.
-    """
-    given, folder = f"{option}={folder}", fetched(folder, option)
-    if (folder / MANIFEST).is_file() or not (folder / "config.json").is_file():
-        check_artifact(folder, "eagle3", fingerprint(target.model, target.tokenizer), option)
-    options, state = read(folder, given, target)
-    try:
-        drafter = Eagle3Drafter(Eagle3Config(**options), target)
-    except UserError as error:
-        raise UserError(f"{given} cannot be used: {error}") from None
-    own = drafter.state_dict()
-    wrong = [name for name in own.keys() & state.keys() if own[name].shape != state[name].shape]
-    found = {"missing_keys": own.keys() - state.keys(), "unexpected_keys": state.keys() - own.keys()}
-    check_complete(given, found | {"mismatched_keys": wrong})
-    drafter.load_state_dict(state)
-    check_finite(drafter, given)
-    return drafter
+    """Open an EAGLE-3 drafter, see `published.opened`."""
+    build = lambda fields: Eagle3Drafter(Eagle3Config(**fields), target)  # noqa: E731
+    return opened("eagle3", folder, target, option, read, build)

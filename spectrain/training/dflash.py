@@ -1,4 +1,4 @@
-"""Trains DFlash drafters: blocks from many roots of a row, whose tokens weigh less the farther they are from the root."""
+"""Trains DFlash drafters: blocks from many roots of a row, whose later tokens weigh less."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from torch import Tensor
 
 from spectrain.decoding import Drafter
 from spectrain.methods.dflash import DFlash
-from spectrain.models.dflash import DFlashConfig, DFlashDrafter, default_layers, drafted, load, save
-from spectrain.models.dflash_folders import read
+from spectrain.models.dflash import DFlashConfig, DFlashDrafter, drafted, load, save
+from spectrain.models.dflash_folders import default_layers, read
 from spectrain.models.pruned_init import NEW
 from spectrain.target.loading import DTYPES
 from spectrain.training.data import RowBatch
