@@ -60,7 +60,7 @@ class DFlash(ModelDrafter):
             return self.drafter.spread(block[:, i]), block
 
         starts = context.roots[:, None], self._roots(context), self.finals[: context.n_rows]
-        key = "block", self.keys.storage
+        key = "chain", self.keys.storage
         return self.replayed(self.runtime.graphs, key, read, context, n_steps, lengths, *starts)
 
     def read_roots(self, context: Context) -> Tensor:

@@ -86,7 +86,7 @@ def _read(
         raise UserError(f"{given} reads layers that are not in order ({layers}), which is not read; give another one")
     config = {"shape": shape_of_blocks(layer, tensors, target, given, guesses, is_own, BLOCK), "n_layer": n_layer}
     config |= {"target_layers": check_layers(layers, target.n_layer, given)}
-    config |= {"block_tokens": facts["block_size"], "mask_token": mask_token}
+    config |= {"block_tokens": int(facts["block_size"]), "mask_token": int(mask_token)}
     tensors = without_embedding(tensors, target)
     state = in_our_words(folder, given, facts, tensors, config["shape"].vocab_size, guesses, BLOCK)
     kept = state.get("kept")
