@@ -53,10 +53,9 @@ def test_the_hard_loss_is_the_formula(target, every, first_root):
     for row, begins in enumerate(STARTS.tolist()):
         for r, root in enumerate(range(first_root, 16, every)):
             for j in range(1, 1 + K):
-                last = root + j - 1  # the token before the one that is predicted, which no draft begins with
-                if begins[root] < root and last < 15 and begins[last] == begins[root]:
+                if begins[root] < root and root + j < 16 and begins[root + j] == begins[root]:
                     log_q = logits[row, r, j - 1].log_softmax(-1)
-                    total = total - math.exp(-(j - 1) / 7) * log_q[batch.tokens[row, last + 1]]
+                    total = total - math.exp(-(j - 1) / 7) * log_q[batch.tokens[row, root + j]]
                     weights += math.exp(-(j - 1) / 7)
     torch.testing.assert_close(module.parts(batch, first_root, False).loss, total / weights)
 
@@ -78,10 +77,10 @@ def test_training_lowers_the_loss_also_where_activations_are_recomputed(loss, op
     for recomputes in (False, True):
         module = dflash_training(target, loss=loss, **options)
         module.drafter.recomputes = recomputes
-        before = float(module.parts(rows[[0, 1]]).loss)
+        before = module.parts(rows[[0, 1]]).loss.item()
         trainer = quiet_trainer(max_steps=12, logger=False, val_check_interval=12)
         trainer.fit(module, datamodule=RowData(rows, rows, batch_size=4, seed=0))
-        losses.append(float(module.parts(rows[[0, 1]]).loss))
+        losses.append(module.parts(rows[[0, 1]]).loss.item())
         assert losses[-1] < 0.95 * before
         assert trainer.callback_metrics["eval/tau_expected"] > 1
     assert losses[0] == pytest.approx(losses[1], rel=1e-4)
