@@ -49,7 +49,7 @@ def test_every_preset_composes(choice, command):
     assert json.dumps(plain(options(command, choice)))
 
 
-@pytest.mark.parametrize("name", sorted({*files_of("method")} - {"spire_sssd"}))  # a preset of spire_tree
+@pytest.mark.parametrize("name", sorted({*files_of("method")} - {"spire_sssd", "eagle3_sssd"}))  # presets of trees
 def test_a_method_that_is_built_in_python_has_the_options_of_its_file(name):
     """But for max_nodes and calibration, which Python leaves to the paper and to the caller."""
     options = method_config(name)

@@ -12,6 +12,8 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
+from typing import Self
 
 import torch
 import torch.nn.functional as F
@@ -19,12 +21,13 @@ from torch import Tensor, nn
 
 from spectrain.decoding import Context, Verified
 from spectrain.drafting.budget import AUTO, ChainBudget
-from spectrain.drafting.draft_chain import ChainDrafter, Chains, DraftStep, cut, draft_chain, limits
+from spectrain.drafting.draft_chain import ChainDrafter, Chains, DraftStep, cut, draft_chain, lengths_of, limits
 from spectrain.drafting.runtime import DraftRuntime
 from spectrain.drafting.stopping import StopRule
 from spectrain.drafting.window_keys import WindowKeys, kind_of_keys
 from spectrain.errors import UserError, check_whole
 from spectrain.kernels import padded
+from spectrain.models.artifacts import fastest_gamma, trained_acceptance
 from spectrain.models.drafter_model import DrafterModel
 from spectrain.target import DraftTree, KVCache, TargetModel, TargetOutput
 from spectrain.target.device import to_device
@@ -32,6 +35,7 @@ from spectrain.target.lean import fused_kernels
 from spectrain.target.weights import for_drafting, version
 
 PATHS = (8, 32, 128)  # nodes of accepted paths, whose memories are written at once
+LONGER = 2  # times the k of training a chain may have that adapts
 MOST_MISSED = 64  # steps without drafting whose states wait for the next draft
 FEW_TOKENS = 8192  # that are drafted on a CPU, where a draft step takes as long as reading its weights does
 
@@ -110,6 +114,23 @@ class ModelDrafter(ChainDrafter):
         if self.gamma > config.window_tokens:
             raise UserError(f"gamma={self.gamma} must be 1..window_tokens={config.window_tokens} of the drafter")
         self.describe(capture_layers=config.captured_layers)
+
+    @classmethod
+    def of_folder(
+        cls, drafter: DrafterModel, folder: Path, gamma: int | None, max_nodes: int | str | None, **options: object
+    ) -> Self:
+        """Build the method of chains; see `lengths_of`. What is fixed or guessed depends on the training's results."""
+        k, window = drafter.config.k, drafter.config.window_tokens
+        lengths = fastest_gamma(folder) or k, min(LONGER * k, window), trained_acceptance(folder)
+        length, budget = lengths_of(gamma, max_nodes, *lengths)
+        return cls(drafter, length, budget=budget, **options)
+
+    @classmethod
+    def of_trees(cls, drafter: DrafterModel, levels: int, branches: int, **options: object) -> Self:
+        """Build the model of a `TreeDrafter`. A tree has no more levels than tokens in the window."""
+        levels = min(levels, drafter.config.window_tokens)
+        n_read = 1 + branches * (levels - 1)  # the root, and the branches of each level but the last
+        return cls(drafter, levels, tree_nodes=n_read, **options)
 
     def start(self, target: TargetModel, cache: KVCache) -> None:
         super().start(target, cache)

@@ -16,18 +16,15 @@ from torch import Tensor
 
 from spectrain.config.values import Dtype, Nodes, Whole
 from spectrain.drafting.budget import AUTO
-from spectrain.drafting.draft_chain import lengths_of
 from spectrain.drafting.model_drafter import ModelDrafter
 from spectrain.drafting.stopping import StopRule
 from spectrain.errors import UserError
-from spectrain.models.artifacts import fastest_gamma, trained_acceptance
 from spectrain.models.draft_states import DraftStates
 from spectrain.models.eagle3 import Eagle3Drafter, load, unrolled
 from spectrain.target import TargetModel
 from spectrain.target.fingerprint import module_fingerprint
 
 DRAFTER = "eagle3"
-LONGER = 2  # times the k of training a chain may have that adapts
 
 
 class Eagle3(ModelDrafter):
@@ -68,11 +65,8 @@ def build(
     draft_vocab: Whole | Literal["auto"] | None = AUTO,
 ) -> Eagle3:
     """The method from an exported drafter, or from another project's; the options are those of `method=spire`."""
-    loaded, fastest = load(Path(drafter), target), fastest_gamma(Path(drafter))
-    k, window = loaded.config.k, loaded.config.window_tokens
-    acceptance = trained_acceptance(Path(drafter))
-    length, budget = lengths_of(gamma, max_nodes, fastest or k, min(LONGER * k, window), acceptance)
-    return Eagle3(loaded, length, draft_dtype=draft_dtype, draft_vocab=draft_vocab, budget=budget)
+    options = {"draft_dtype": draft_dtype, "draft_vocab": draft_vocab}
+    return Eagle3.of_folder(load(Path(drafter), target), Path(drafter), gamma, max_nodes, **options)
 
 
 def open_states(target: TargetModel, drafter: str, rollout_tokens: int) -> Eagle3States:
@@ -90,8 +84,6 @@ def of_states(states: Eagle3States, gamma: int, stop: StopRule | None, draft_dty
 def for_trees(
     target: TargetModel, drafter: str, levels: int, branches: int, draft_dtype: str, draft_vocab: int | str | None
 ) -> Eagle3:
-    """The model of a `TreeDrafter`. A tree has no more levels than tokens in the window."""
-    loaded = load(Path(drafter), target)
-    levels = min(levels, loaded.config.window_tokens)
-    n_read = 1 + branches * (levels - 1)  # the root, and the branches of each level but the last
-    return Eagle3(loaded, levels, draft_dtype=draft_dtype, draft_vocab=draft_vocab, tree_nodes=n_read)
+    """The model of a `TreeDrafter`."""
+    options = {"draft_dtype": draft_dtype, "draft_vocab": draft_vocab}
+    return Eagle3.of_trees(load(Path(drafter), target), levels, branches, **options)

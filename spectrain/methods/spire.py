@@ -14,10 +14,8 @@ import torch.nn.functional as F
 from spectrain.config.values import Dtype, Nodes, Whole
 from spectrain.decoding import Context
 from spectrain.drafting.budget import AUTO
-from spectrain.drafting.draft_chain import lengths_of
 from spectrain.drafting.model_drafter import ModelDrafter
 from spectrain.drafting.stopping import StopRule
-from spectrain.models.artifacts import fastest_gamma, trained_acceptance
 from spectrain.models.rollout import SpireStates, chunk_tokens, windowed_states
 from spectrain.models.spire import load
 from spectrain.target import TargetModel
@@ -37,11 +35,8 @@ def build(
     gamma: None takes, with max_nodes "auto", as many tokens in each step as pay; else the number that was the fastest
     after training, which is in the export. For the others see `Spire`.
     """
-    loaded, fastest = load(Path(drafter), target), fastest_gamma(Path(drafter))
-    k, window = loaded.config.k, loaded.config.window_tokens
-    acceptance = trained_acceptance(Path(drafter))
-    length, budget = lengths_of(gamma, max_nodes, fastest or k, min(LONGER * k, window), acceptance)
-    return Spire(loaded, length, draft_dtype=draft_dtype, draft_vocab=draft_vocab, budget=budget)
+    options = {"draft_dtype": draft_dtype, "draft_vocab": draft_vocab}
+    return Spire.of_folder(load(Path(drafter), target), Path(drafter), gamma, max_nodes, **options)
 
 
 def open_states(target: TargetModel, drafter: str, rollout_tokens: int) -> SpireStates:
@@ -59,15 +54,12 @@ def of_states(states: SpireStates, gamma: int, stop: StopRule | None, draft_dtyp
 def for_trees(
     target: TargetModel, drafter: str, levels: int, branches: int, draft_dtype: str, draft_vocab: int | str | None
 ) -> Spire:
-    """The model of a `TreeDrafter`. A tree has no more levels than tokens in the window."""
-    loaded = load(Path(drafter), target)
-    levels = min(levels, loaded.config.window_tokens)
-    n_read = 1 + branches * (levels - 1)  # the root, and the branches of each level but the last
-    return Spire(loaded, levels, draft_dtype=draft_dtype, draft_vocab=draft_vocab, tree_nodes=n_read)
+    """The model of a `TreeDrafter`."""
+    options = {"draft_dtype": draft_dtype, "draft_vocab": draft_vocab}
+    return Spire.of_trees(load(Path(drafter), target), levels, branches, **options)
 
 
 DRAFTER = "spire"
-LONGER = 2  # times the k of training a chain may have that adapts
 
 
 class Spire(ModelDrafter):

@@ -8,7 +8,7 @@ were trained: each is read as its writer meant it, and what had to be guessed is
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 
 import torch
@@ -46,14 +46,14 @@ OF_BLOCK = ("model_type", *SIZES, "attention_bias", "mlp_bias", *ROPE, "num_hidd
 LAYERS = "eagle_aux_hidden_state_layer_ids"
 SIGNS = ("speculators_model_type", "draft_vocab_size", "eagle_config", "dflash_config", "medusa_num_heads")
 OTHERS = {  # what a folder may hold instead, by words in its architectures, types, some keys, and names of tensors
-    "P-EAGLE": r"peagle|mask_hidden|pard_token|parallel_drafting",
+    "P-EAGLE": r"peagle|mask_hidden|pard_token|ptd_token_id|parallel_drafting",
     "EAGLE-4": r"eagle-?4|efficient_lm_head",
     "DSpark": r"dspark|markov_|confidence_head",
     "DFlash": r"dflash",
     "Medusa": r"medusa|^\d+\.\d+\.(linear|weight)",
     "MTP": r"mtp|\beh_proj|\bnextn",
 }
-KEYS_OF_OTHERS = ("pard_token", "ptd_token_id", "dflash_config", "medusa_num_heads")
+KEYS_OF_OTHERS = ("pard_token", "ptd_token_id", "parallel_drafting", "dflash_config", "medusa_num_heads")
 
 
 def recognises(facts: Mapping) -> bool:
@@ -120,11 +120,17 @@ def _read(
 ) -> tuple[dict, dict[str, Tensor]]:
     for theirs, ours in OTHER_NAMES.items():
         tensors = {re.sub(theirs, ours, name): one for name, one in tensors.items()}
-    check_kind(facts, tensors, given)
+    if (why := _why_not(facts, [*tensors])) is not None:
+        raise UserError(f"{given} {why}")
     is_own, layer = (folder / MANIFEST).is_file(), facts.get("transformer_layer_config", facts)
     shape = shape_of_blocks(layer, tensors, target, given, guesses, is_own, BLOCK)
     config = {"shape": shape, "target_layers": _layers(facts, target.n_layer, given, guesses)}
-    config |= _flags(facts, tensors, guesses) | _drafting(facts, layer)
+    config |= _flags(facts, tensors, guesses)
+    config |= {name: facts[name] for name in ("k", "window_tokens") if name in facts}
+    if methods := (facts.get("speculators_config") or {}).get("proposal_methods"):
+        config["k"] = methods[0]["speculative_tokens"]
+    if "speculators_model_type" in facts and "sliding_attention" in (layer.get("layer_types") or ()):
+        config["window_tokens"] = layer["sliding_window"]  # its trainer masks by it; in other layouts no engine does
     if not is_own:
         tensors = without_embedding(tensors, target)
     head, embedded = tensors.get("lm_head.weight"), tensors.get("embed_tokens.weight")
@@ -141,27 +147,28 @@ def _read(
     return config, state
 
 
-def check_kind(facts: Mapping, tensors: Iterable[str], given: str) -> None:
-    """Raise UserError where a folder holds a drafter of another kind, which is named, or one that is not computed."""
-    names = list(tensors)
-    said = [types_of(facts), *(key for key in KEYS_OF_OTHERS if key in facts), *names]
-    said += ["parallel_drafting"] * bool(facts.get("parallel_drafting"))
-    found = next((kind for kind, words in OTHERS.items() if any(re.search(words, one.lower()) for one in said)), None)
-    is_eagle3, has_fc = f"{BLOCK}hidden_norm.weight" in names, "fc.weight" in names
-    if any("kv_a_proj" in name or "kv_b_proj" in name for name in names):
-        raise UserError(f"{given} is an EAGLE-3 drafter with latent attention (MLA); give one with a Llama block")
-    if found is None and has_fc and not is_eagle3:
-        found = "EAGLE-1 or EAGLE-2"
-    if found is not None:
-        raise UserError(f"{given} is a drafter of {found}, which is not read; give one of EAGLE-3")
-    if not (is_eagle3 and has_fc):
-        raise UserError(f"{given} holds no EAGLE-3 drafter: it has no fc and {BLOCK}hidden_norm; give another folder")
-    if more := sorted({name.split(".")[1] for name in names if name.startswith("layers.")}):
-        raise UserError(f"{given} has {1 + len(more)} layers; only drafters of one layer are read")
-    if (facts.get("eagle_config") or {}).get("use_aux_hidden_state") is False:
-        raise UserError(f"{given} reads no states of layers (use_aux_hidden_state is false); give one that does")
-    if facts.get("logit_scale", 1) != 1:
-        raise UserError(f"{given} scales its logits by {facts['logit_scale']}, which is not read; give another one")
+def _why_not(facts: Mapping, names: list[str]) -> str | None:
+    """Return why a folder with tensors of these names is not read: it holds another kind, or is computed otherwise."""
+    keys = [key for key in KEYS_OF_OTHERS if facts.get(key) not in (None, False)]
+    said = [one.lower() for one in (types_of(facts), *keys, *names)]
+    found = next((kind for kind, words in OTHERS.items() if any(re.search(words, one) for one in said)), None)
+    has_fc, has_norm = "fc.weight" in names, f"{BLOCK}hidden_norm.weight" in names
+    found = "EAGLE-1 or EAGLE-2" if found is None and has_fc and not has_norm else found
+    layers = {name.split(".")[1] for name in names if name.startswith("layers.")}
+    reads_states = (facts.get("eagle_config") or {}).get("use_aux_hidden_state", True)
+    reasons = {
+        "is an EAGLE-3 drafter with latent attention (MLA); give one with a Llama block": re.search(
+            "kv_[ab]_proj", " ".join(names)
+        ),
+        f"is a drafter of {found}, which is not read; give one of EAGLE-3": found,
+        f"holds no EAGLE-3 drafter: it has no fc and {BLOCK}hidden_norm; give another folder": not (
+            has_fc and has_norm
+        ),
+        f"has {1 + len(layers)} layers; only drafters of one layer are read": layers,
+        "reads no states of layers (use_aux_hidden_state is false); give one that does": not reads_states,
+        f"scales its logits by {(scale := facts.get('logit_scale', 1))}, which is not read; give another": scale != 1,
+    }
+    return next((reason for reason, is_so in reasons.items() if is_so), None)
 
 
 def _layers(facts: Mapping, n_layer: int, given: str, guesses: list[str]) -> tuple[int, ...]:
@@ -189,14 +196,3 @@ def _flags(facts: Mapping, tensors: Mapping[str, Tensor], guesses: list[str]) ->
     if flags["norm_output"] and not is_speculators:
         guesses.append("norm_output feeds back the normed state, as engines do; SpecForge trains without")
     return flags
-
-
-def _drafting(facts: Mapping, layer: Mapping) -> dict:
-    """Return the draft length and the window that a folder names, where it does."""
-    found = {name: facts[name] for name in ("k", "window_tokens") if name in facts}
-    methods = (facts.get("speculators_config") or {}).get("proposal_methods")
-    if methods:  # its trainer masks by a window, too; in the layout of SafeAILab no engine does
-        found["k"] = methods[0]["speculative_tokens"]
-    if "speculators_model_type" in facts and "sliding_attention" in (layer.get("layer_types") or []):
-        found["window_tokens"] = layer["sliding_window"]
-    return found

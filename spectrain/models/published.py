@@ -200,9 +200,8 @@ def is_dflash(facts: Mapping) -> bool:
 
 def types_of(facts: Mapping) -> str:
     """Return what a config.json calls itself, in small letters."""
-    architectures = facts.get("architectures")
-    said = [*(architectures if isinstance(architectures, list) else []), facts.get("model_type")]
-    return " ".join(str(one) for one in [facts.get("speculators_model_type", ""), *said]).lower()
+    said = [facts.get(key) for key in ("speculators_model_type", "architectures", "model_type")]
+    return " ".join(map(str, said)).lower()
 
 
 def _tensors(folder: Path, given: str) -> dict[str, Tensor]:

@@ -23,6 +23,7 @@ from tests.conftest import random_prompts, tiny_model
 from tests.methods.lookup_export import OPTIONS, export_lookup
 from tests.models.test_artifacts import export_spire, export_vanilla, tiny_tokenizer
 from tests.models.test_head import export_head
+from tests.models.tiny_eagle3 import export_eagle3
 
 
 @pytest.fixture(scope="module")
@@ -37,7 +38,8 @@ def exports(target, tmp_path_factory) -> Path:
     torch.manual_seed(0)
     export_spire(root / "spire", target, k=3, window_tokens=8)
     export_vanilla(root / "vanilla", target)
-    for kind in ("vanilla", "spire"):
+    export_eagle3(root / "eagle3", target, k=3)
+    for kind in ("vanilla", "spire", "eagle3"):
         drafter = root / f"drafter-of-{kind}"
         shutil.copytree(root / kind, drafter)
         head = export_head(root / f"head-{kind}", target, drafter, kind)
@@ -49,7 +51,7 @@ def exports(target, tmp_path_factory) -> Path:
     return root
 
 
-KINDS = ["spire", "vanilla", "head-vanilla", "head-spire", *OPTIONS]
+KINDS = ["spire", "eagle3", "vanilla", "head-vanilla", "head-spire", "head-eagle3", *OPTIONS]
 
 
 @pytest.mark.parametrize("name", KINDS)

@@ -12,10 +12,13 @@ import torch
 import torch.nn.functional as F
 from safetensors.torch import load_file, save_file
 
+from spectrain import load_method
+from spectrain.decoding import generate
 from spectrain.errors import UserError
 from spectrain.methods.options import given_artifacts
+from spectrain.methods.registry import method_configs
 from spectrain.methods.speculative import load_draft_model
-from spectrain.models.artifacts import is_export, read_manifest, trained_artifact, write_manifest
+from spectrain.models.artifacts import trained_artifact, write_manifest
 from spectrain.models.eagle3 import Eagle3Config, Eagle3Drafter, default_layers, load, save, unrolled
 from spectrain.models.eagle3_folders import SIZES
 from spectrain.target import TargetModel, fingerprint
@@ -138,7 +141,7 @@ def automodel(config: dict, tensors: dict) -> None:
     tensors["embed_tokens.weight"] = tiny_model("llama", num_hidden_layers=N_LAYER).model.embed_tokens.weight.detach()
     renamed(tensors, ("midlayer.", "layers.0."))
     renamed(
-        tensors, *((name, f"model.{name}") for name in list(tensors) if name[0] in "efln" and "lm_head" not in name)
+        tensors, *((name, f"model.{name}") for name in list(tensors) if name not in ("lm_head.weight", "d2t", "t2d"))
     )
 
 
@@ -181,9 +184,10 @@ def test_a_folder_of_others_drafts_as_what_it_was_made_of(tmp_path, target, layo
     assert opened.config == drafter.config
     assert opened.kept is None or opened.kept.tolist() == sorted(drafter.kept.tolist())  # they know no other order
     torch.testing.assert_close(drafts(opened), drafts(drafter), rtol=0, atol=0)
-    assert is_export(folder)
-    assert read_manifest(folder).method == "eagle3"
     assert given_artifacts(str(folder)) == {"eagle3": str(folder)}
+    assert list(method_configs([str(folder)], {})) == ["autoregressive", str(folder)]  # as methods= of bench
+    plain, method = load_method("autoregressive", target), load_method(folder, target, gamma=3, max_nodes=None)
+    assert generate(target, method, [[4, 5]], 9)[0].tokens == generate(target, plain, [[4, 5]], 9)[0].tokens
     with pytest.raises(UserError, match="is a EAGLE-3 drafter; give a vanilla drafter"):
         load_draft_model(target, str(folder))
 
@@ -206,11 +210,12 @@ def outputs(*layers: int, **more) -> dict:
     return {LAYERS: list(layers), "use_aux_hidden_state": True, **more}
 
 
-def speculators_of_old(config: dict, tensors: dict) -> None:
+def old_speculators(config: dict, tensors: dict) -> None:
     speculators(config, tensors)
     del config["norm_before_residual"], config["transformer_layer_config"]["layer_types"]
 
 
+OLD = old_speculators
 TINY, TABLE, BY_NAME = {"draft_vocab": KEPT}, {"own_embedding": True}, {"fc_norm": True}
 UP, FIRST = torch.arange(KEPT), torch.arange(VOCAB_SIZE) < KEPT
 DISAGREE = theirs(**{LAYERS: [1, 3, 7], "eagle_config": outputs(1, 3, 5)})
@@ -222,19 +227,9 @@ HEADLESS, WINDOW = theirs(lm_head__weight=None), theirs(layer_types=["sliding_at
 TIED, TIED_TABLE = theirs(tie_word_embeddings=True), theirs(tie_word_embeddings=True, lm_head__weight=None)
 # What is written otherwise, of a drafter with which options; what is read; what is said.
 TRAPS = {
-    "layers": (
-        DISAGREE,
-        {},
-        {"target_layers": (1, 3, 7)},
-        "are [1, 3, 7], as inputs of blocks, not [1, 3, 5] of eagle",
-    ),
+    "layers": (DISAGREE, {}, {"target_layers": (1, 3, 7)}, "[1, 3, 7], as inputs of blocks, not [1, 3, 5] of eagle"),
     "layers in no order": (theirs(**{LAYERS: [5, 2, 4]}), {}, {"target_layers": (2, 4, 5)}, ""),
-    "speculators": (
-        speculators_of_old,
-        {},
-        {"norm_before_residual": False, "windowed": False},
-        "and true in vLLM",
-    ),
+    "speculators": (OLD, {}, {"norm_before_residual": False, "windowed": False}, "and true in vLLM"),
     "residual": (theirs(norm_before_residual=True), {}, {"norm_before_residual": True}, ""),
     "output": (theirs(norm_output=True), {}, {"norm_output": True}, "as engines do; SpecForge trains without"),
     "norm inside": (INSIDE, {"norm_before_fc": True}, {"norm_before_fc": True}, ""),

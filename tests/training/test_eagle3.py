@@ -116,6 +116,22 @@ def test_the_soft_loss_is_the_formula_and_so_is_its_gradient(target, monkeypatch
     torch.testing.assert_close(*both, rtol=1e-4, atol=1e-6)
 
 
+@torch.no_grad()
+def test_gradients_run_through_a_drafts_own_states(target):
+    """The slope of the loss along a random direction of all weights, by differences."""
+    module, batch = eagle3_training(target, decay=1.0), batch_of()
+    parameters = [*module.drafter.parameters()]
+    with torch.enable_grad():
+        gradients = torch.autograd.grad(module.objective(batch), parameters)
+    directions, losses = [torch.randn_like(one) for one in parameters], []
+    for step in (1e-3, -2e-3):
+        for one, direction in zip(parameters, directions, strict=True):
+            one += step * direction
+        losses.append(float(module.objective(batch)))
+    slope = sum(float((one * direction).sum()) for one, direction in zip(gradients, directions, strict=True))
+    assert (losses[0] - losses[1]) / 2e-3 == pytest.approx(slope, rel=0.02)
+
+
 def test_only_what_the_target_says_within_the_vocabulary_is_learned(target):
     """Some argmax lies outside of it, or the test above would say nothing of the mask."""
     module, batch = eagle3_training(target), batch_of()

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from itertools import accumulate
+
 import pytest
 import torch
 
 from spectrain.planning.dry_step import cost_of
+from spectrain.target.device import PLANNED
 from spectrain.training import losses
 from spectrain.training.losses import LossSettings, Teacher, drafter_loss, next_token_loss
 
@@ -141,3 +145,32 @@ def test_the_loss_of_a_large_vocabulary_takes_little_memory(kind, most_gb):
             return drafter_loss(LossSettings(kind), hidden, unembedding, teacher, labels).loss
 
         assert cost_of(loss, half=True).peak_bytes < most_gb * 1e9
+
+
+def eagle3_loss(n: int, width: int, vocab_size: int, n_kept: int, dtype: torch.dtype) -> Callable[[], torch.Tensor]:
+    """EAGLE-3's loss of n positions, each at seven depths, with a trained unembedding of the tokens it can draft."""
+    unembedding, table = torch.empty(n_kept, width, requires_grad=True), torch.empty(vocab_size, width, dtype=dtype)
+
+    def loss() -> torch.Tensor:
+        hidden, weights = torch.empty(n, 7, width, requires_grad=True), torch.ones(n, 7)
+        teacher = Teacher(torch.empty(n, width, dtype=dtype), table, torch.arange(n_kept), within=True)
+        labels = torch.zeros(n, dtype=torch.int64)
+        return drafter_loss(LossSettings("soft"), hidden, unembedding, teacher, labels, weights=weights).loss
+
+    return loss
+
+
+def test_seven_depths_take_little_memory_and_what_is_counted_is_taken():
+    """V = 128,256, of which 32,000 are drafted, D = 4,096, 4,096 positions; at a small size beside the allocator."""
+    small = 700, 64, 8000, 2000, torch.float32
+    with torch.device("meta"):
+        assert cost_of(eagle3_loss(4096, 4096, 128_256, 32_000, torch.bfloat16), half=True).peak_bytes < 3e9
+        planned = PLANNED.set(("cpu", torch.float32))
+        counted = cost_of(eagle3_loss(*small), half=False).peak_bytes
+        PLANNED.reset(planned)
+    loss = eagle3_loss(*small)
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profile:
+        loss().backward()
+    taken = [one for one in profile.profiler.kineto_results.events() if one.name() == "[memory]"]
+    peak = max(accumulate(one.nbytes() for one in sorted(taken, key=lambda one: one.start_ns())))
+    assert counted == pytest.approx(peak, rel=0.05)

@@ -112,8 +112,9 @@ def learn(tmp_path, monkeypatch, capfd):
     return caller("spectrain.train", tmp_path, monkeypatch, capfd)
 
 
-def test_losses_are_those_of_online_training(learn, shared, target):
-    training = [*training_options(shared), "trainer.precision=32-true", "data.document_mask=true"]
+@pytest.mark.parametrize("kind", ["spire", pytest.param("eagle3", marks=pytest.mark.slow)])
+def test_losses_are_those_of_online_training(learn, shared, target, kind):
+    training = [f"+exp={kind}", *training_options(shared)[1:], "trainer.precision=32-true", "data.document_mask=true"]
     assert learn(*training, "run_dir=online", "out=exported_online")[0] == 0
     with serving(target) as address:
         asks = [*training, "data=served", f"data.address={address}"]
