@@ -9,6 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from spectrain.kernels import unique
+from spectrain.target.kv_cache import zeros
 from spectrain.target.llama import KeysValues, LlamaShape
 from spectrain.target.tree import DraftTree
 
@@ -50,7 +51,8 @@ class WindowKeys:
         self.first_node = window.sink_tokens + self.ring_tokens  # the slot of a tree's root
         n_slots = self.first_node + tree_nodes + 1
         size = (max_rows, shape.n_kv_head, n_slots, shape.head_dim)
-        self.stores = [KeysValues(like.new_zeros(size), like.new_zeros(size)) for _ in range(n_blocks)]
+        of = size, like.dtype, like.device
+        self.stores = [KeysValues(zeros(*of), zeros(*of)) for _ in range(n_blocks)]
         self.positions = torch.full((max_rows, n_slots), -1, dtype=torch.int64, device=like.device)
         self.n_rows = 0
         self.storage = unique()

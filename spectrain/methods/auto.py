@@ -15,6 +15,7 @@ from functools import partial
 from types import MappingProxyType
 
 import numpy as np
+import torch
 from torch import Tensor
 
 from spectrain.decoding import Context, Drafter, Sampling, Verified
@@ -168,7 +169,7 @@ class Auto(Chooser):
         if not asked or any(one is None for one in asked):
             return None
         most = max(asked, key=lambda one: one.shape[1])
-        inside = [(one < 0) | (one[:, :, None] == most[:, None]).any(-1) for one in asked]
+        inside = ((one < 0) | (one[:, :, None] == most[:, None]).any(-1) for one in asked if not torch.equal(one, most))
         return most if all(bool(one.all()) for one in inside) else None
 
     def prefill(self, context: Context, output: TargetOutput, rows: range) -> None:

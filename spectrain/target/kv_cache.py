@@ -112,12 +112,12 @@ class KVCache(Cache):
         """Make the buffers of one more block. Zeros: a masked slot has weight 0, but 0 * NaN of empty memory is NaN."""
         shape, place = (self.max_rows, n_heads, self.capacity, size), len(self.keys)
         if place == 0 and self.n_layer:
-            self._whole = _zeros((2, self.n_layer, *shape), dtype, device)
+            self._whole = zeros((2, self.n_layer, *shape), dtype, device)
         if self._whole is not None and self._whole.shape[2:] != shape:  # blocks differ
             self.keys, self.values = ([one.clone() for one in buffers] for buffers in (self.keys, self.values))
             self._whole = None
         for half, buffers in enumerate((self.keys, self.values)):
-            own = _zeros(shape, dtype, device) if self._whole is None else self._whole[half, place]
+            own = zeros(shape, dtype, device) if self._whole is None else self._whole[half, place]
             buffers.append(own)
 
     def place(self, slots: Tensor, used: int) -> None:
@@ -247,7 +247,7 @@ class KVCache(Cache):
         self.lengths, self._lengths = list(lengths), None
 
 
-def _zeros(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
+def zeros(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
     """Return zeros. On a CPU slots take no memory before they are written."""
     n_bytes = math.prod(shape) * dtype.itemsize
     if device.type != "cpu" or n_bytes < 2 * HUGE_PAGE:
