@@ -22,12 +22,15 @@ from torch.nn.functional import pad
 
 from spectrain.decoding import Drafter, Sampling, generate
 from spectrain.measure.statistics import of_sums
+from spectrain.methods.eagle3 import Eagle3
 from spectrain.methods.speculative import Speculative
 from spectrain.methods.spire import Spire
+from spectrain.models.eagle3 import unrolled
 from spectrain.models.rollout import rollout
 from spectrain.target import TargetModel
 from tests.conftest import in_turn, noisy_copy, random_prompts, tiny_model
 from tests.models.test_spire import make
+from tests.models.tiny_eagle3 import fitted_eagle3
 
 GREEDY, T1 = Sampling(), Sampling(temperature=1.0)
 NEW_TOKENS = 20
@@ -57,6 +60,19 @@ def spire_logits(method: Spire, target: TargetModel) -> Logits:
     return logits
 
 
+def eagle3_logits(method: Eagle3, target: TargetModel) -> Logits:
+    """The logits of the training unroll, whose drafts begin at every token."""
+    drafter = method.for_target(target)
+    reading = target.with_capture(drafter.config.captured_layers)
+
+    def logits(tokens: Tensor, positions: Tensor) -> Tensor:
+        steps = unrolled(drafter, tokens[None], reading.features(tokens[None]).captured, method.gamma)
+        drafts = torch.stack([step[0] for step in steps], dim=1)[positions[:, 0]]
+        return drafter.spread(drafts @ drafter.unembedding.T)
+
+    return logits
+
+
 def vanilla(scale: float = 0.05) -> tuple[TargetModel, Drafter, Logits]:
     target = TargetModel(tiny_model("llama"))
     method = Speculative(TargetModel(noisy_copy(target.model, scale)), 3)
@@ -67,6 +83,13 @@ def spire(**options) -> tuple[TargetModel, Drafter, Logits]:
     target, drafter = make(n_target_layers=4, k=3, window_tokens=6, **options)
     method = Spire(drafter)
     return target, method, spire_logits(method, target)
+
+
+@torch.no_grad()
+def eagle3() -> tuple[TargetModel, Drafter, Logits]:
+    target = TargetModel(tiny_model("llama"))
+    method = Eagle3(fitted_eagle3(target, k=3))
+    return target, method, eagle3_logits(method, target)
 
 
 @torch.inference_mode()
@@ -111,8 +134,9 @@ def tau_apart(expected: np.ndarray, counted: np.ndarray) -> tuple[float, float]:
         lambda: spire(feedback=False),
         lambda: spire(feedback=False, target_activations=False),
         lambda: spire(input="projected", unembedding="target", previous_state=True),
+        eagle3,
     ],
-    ids=["vanilla", "spire", "no_feedback", "no_target_activations", "previous_state"],
+    ids=["vanilla", "spire", "no_feedback", "no_target_activations", "previous_state", "eagle3"],
 )
 def test_greedy_acceptance_is_equal_step_by_step(drafter):
     target, method, draft = drafter()
@@ -121,7 +145,9 @@ def test_greedy_acceptance_is_equal_step_by_step(drafter):
     assert np.array_equal(expected, counted)
 
 
-@pytest.mark.parametrize(("sampling", "drafter"), in_turn([Sampling(temperature=0.7, top_k=20), T1], [vanilla, spire]))
+@pytest.mark.parametrize(
+    ("sampling", "drafter"), in_turn([Sampling(temperature=0.7, top_k=20), T1], [vanilla, spire, eagle3])
+)
 def test_sampled_acceptance_is_equal_on_average(drafter, sampling):
     low, high = tau_apart(*both_sides(*drafter(), random_prompts([12] * 64), sampling))
     assert low - 0.02 <= 0 <= high + 0.02
