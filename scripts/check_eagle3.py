@@ -1,6 +1,7 @@
-"""Compare our EAGLE-3 drafter with the code of those who train such drafters, on the same weights.
+"""Compare our EAGLE-3 and DFlash drafters with the code of those who train such drafters, on the same weights.
 
-    python scripts/check_eagle3.py                          # speculators' Eagle3DraftModel, with all flags, 4 steps
+    python scripts/check_eagle3.py                          # speculators' Eagle3DraftModel, with all flags, 4 steps,
+                                                            # and its DFlashDraftModel
     python scripts/check_eagle3.py --eagle <checkout>       # and SafeAILab's training forward, 7 steps
 
 It needs an environment of its own, in which `pip install --no-deps speculators==0.9.0` has put speculators, and loguru,
@@ -28,12 +29,13 @@ from torch import Tensor, nn
 from transformers import AutoConfig, LlamaConfig, LlamaForCausalLM
 
 from spectrain.exports.eagle3_engines import write_speculators
+from spectrain.models import dflash
 from spectrain.models.eagle3 import load, save, unrolled
 from spectrain.models.eagle3_folders import FLAGS, LAYERS
 from spectrain.stores.files import load_json
 from spectrain.target.target import TargetModel
 
-V, D, KEPT, N_LAYER, N_TOKENS = 61, 32, 20, 8, 24
+V, D, KEPT, N_LAYER, N_TOKENS, BLOCK = 61, 32, 20, 8, 24, 6
 SIZES = {"vocab_size": V, "hidden_size": D, "intermediate_size": 48, "num_attention_heads": 4, "head_dim": 8}
 SIZES |= {"num_key_value_heads": 2, "max_position_embeddings": 256}
 
@@ -102,6 +104,38 @@ def of_speculators(target: TargetModel, folder: Path, family: str, flags: dict[s
     return largest_difference(folder / "theirs", target, theirs)
 
 
+def of_dflash(target: TargetModel, folder: Path, n_kept: int) -> float:
+    """Blocks from each token of two documents, with a draft vocabulary or without."""
+    from speculators.config import SpeculatorsConfig, VerifierConfig
+    from speculators.models.dflash.config import DFlashSpeculatorConfig
+    from speculators.models.dflash.core import DFlashDraftModel
+    from speculators.proposals.greedy import GreedyTokenProposalConfig
+    from transformers import Qwen3Config
+
+    n_blocks = N_TOKENS - BLOCK  # theirs end within the text
+    layer = Qwen3Config(**SIZES, num_hidden_layers=2)
+    layer._attn_implementation = "eager"
+    facts = {"algorithm": "dflash", "default_proposal_method": "greedy"}
+    facts |= {"proposal_methods": [GreedyTokenProposalConfig(speculative_tokens=BLOCK - 1)]}
+    facts |= {"verifier": VerifierConfig(name_or_path=None, architectures=["LlamaForCausalLM"])}
+    options = {"transformer_layer_config": layer, "speculators_config": SpeculatorsConfig(**facts)}
+    options |= {"draft_vocab_size": n_kept, "block_size": BLOCK, "mask_token_id": V - 1}
+    config = DFlashSpeculatorConfig(**options, aux_hidden_state_layer_ids=[2, 4, 5])
+    model, (tokens, states) = filled(DFlashDraftModel(config)), texts()
+    model.embed_tokens.weight.copy_(target.model.get_input_embeddings().weight)  # which they read of the target, too
+    if n_kept == V:
+        model.lm_head.weight.copy_(target.model.get_output_embeddings().weight)
+    model.save_pretrained(folder)
+    starts = torch.tensor([[0] * 10 + [10] * (N_TOKENS - 10)])
+    rows = {"hidden_states": states, "input_ids": tokens, "document_ids": starts, "loss_mask": torch.ones_like(tokens)}
+    rows["verifier_last_hidden_states"] = torch.zeros(1, N_TOKENS, D)
+    theirs = model._backbone_forward(**rows, max_anchors=n_blocks)[1]  # their loss needs a GPU
+    drafter = dflash.load(folder, target)
+    ours = dflash.drafted(drafter, tokens, states.unflatten(-1, (3, D)), starts=starts)
+    own = F.linear(torch.stack(ours, 2)[:, :n_blocks], drafter.unembedding)
+    return float((own - theirs.unflatten(1, (n_blocks, BLOCK))[:, :, 1:]).abs().max())
+
+
 def of_safeailab(target: TargetModel, folder: Path, checkout: Path) -> float:
     for name in ("modeling_llama_kv", "configs", "datasets", "transformers.integrations.deepspeed"):
         sys.modules[name] = MagicMock()
@@ -139,6 +173,9 @@ def main() -> None:
             flags = {"norm_before_residual": residual, "norm_output": output} | ({norm: True} if norm else {})
             found.append(of_speculators(target, Path(folder, str(i)), family, flags))
             print(f"speculators, {family}, {', '.join(one for one in flags if flags[one]) or 'plain'}: {found[-1]:.1e}")
+        for n_kept in (KEPT, V):
+            found.append(of_dflash(target, Path(folder, f"dflash_{n_kept}"), n_kept))
+            print(f"speculators, DFlash, {n_kept} of {V} tokens: {found[-1]:.1e}")
         if eagle:
             found.append(of_safeailab(target, Path(folder, "eagle"), eagle))
             print(f"SafeAILab, 7 steps: {found[-1]:.1e}")

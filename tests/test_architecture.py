@@ -157,7 +157,7 @@ def test_no_pickle_is_read():
             assert "allow_pickle" not in options, name
             if called == "torch.load":
                 allowed = {"spectrain.training.checkpoints": ("True", "not folder")}
-                allowed["spectrain.models.eagle3_folders"] = ("True",)
+                allowed["spectrain.models.published"] = ("True",)
                 assert options["weights_only"] in allowed[name]
 
 

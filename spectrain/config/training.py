@@ -121,7 +121,7 @@ class Tau:
 
 @dataclass
 class Train:
-    """Train a drafter (+exp=spire, eagle3, vanilla), an acceptance head (+exp=specdecpp), or a target (+exp=target)."""
+    """Train a drafter (+exp=spire, eagle3, dflash, vanilla), an acceptance head (specdecpp), or a target (target)."""
 
     kind: str = ""  # +exp= sets it
     experiment: dict[str, Any] = group(dict)
@@ -242,6 +242,38 @@ class Eagle3:
 
 
 @dataclass
+class DFlash:
+    """A DFlash drafter, which drafts a block of tokens at once."""
+
+    kind: str = "dflash"
+    experiment: dict[str, Any] = always({"_target_": "spectrain.training.dflash.DFlashExperiment"})
+    max_steps: Whole | None = option(None, "optimizer steps; null: as tokens_per_parameter says")
+    tokens_per_parameter: Positive = option(0.9, "tokens per trained parameter, but at most ten passes over the text")
+    n_layer: Whole = option(5, "its blocks [5]")
+    block_tokens: Several = option(16, "of a block, with its root: it drafts one token fewer [16]")
+    roots_every: Whole = option(8, "blocks begin at every so many-th token, elsewhere in each epoch [512 per row]")
+    mask_token: Count | None = option(
+        None, "the token that stands for those to be drafted; null: the tokenizer's mask token, or the last token"
+    )
+    target_layers: list[Count] | None = option(
+        None, "blocks of the target whose inputs are read; null: as many as n_layer, evenly spaced [null]"
+    )
+    intermediate_size: Whole | None = option(None, "width of its MLPs; null: the target's [null]")
+    init: FilePath = option("random", "random, or a DFlash drafter that is trained further, also another project's")
+    unembedding: Literal["trained", "target"] = option(
+        "target", "target: the target's rows of the tokens that it can draft; trained: it begins as these [target]"
+    )
+    draft_vocab: Whole | Literal["auto"] | None = option(
+        None, "tokens that it can draft, the most frequent of what is learned; auto: those of 99.5 % of it; null: all"
+    )
+    loss: Literal["soft", "mixed", "distill", "tv", "lk", "hard"] = option("hard", "as +exp=eagle3 has it [hard]")
+    omega: Part = option(0.5, "share of the cross-entropy in the mixed loss")
+    decay_tokens: Positive = option(7.0, "of a draft, in which the weight of a token in the loss falls to 1 / e [7]")
+    export_dtype: Literal["bfloat16", "float32"] = option("bfloat16", "of the exported weights")
+    optimizer: Optimizer = always(Optimizer())
+
+
+@dataclass
 class Vanilla:
     """An ordinary Llama with half the layers and half the width, trained by cross-entropy on the data."""
 
@@ -301,4 +333,5 @@ class Scratch:
 
 
 SUGGESTED = "spire"  # the drafter that commands tell users to train, and the method of `generate` for it
-EXPERIMENTS = {"spire": Spire, "eagle3": Eagle3, "vanilla": Vanilla, "specdecpp": Head, "target": Scratch}
+EXPERIMENTS = {"spire": Spire, "eagle3": Eagle3, "dflash": DFlash}
+EXPERIMENTS |= {"vanilla": Vanilla, "specdecpp": Head, "target": Scratch}

@@ -37,7 +37,7 @@ class DraftRuntime:
     ) -> None:
         device = model.norm.weight.device
         self.model, self.keys, self.graphs, self.kernels = model, keys, graphs, kernels
-        self.compiles = device.type == "cpu" and can_fuse(model, model.config.shape)
+        self.compiles = device.type == "cpu" and model.in_programs and can_fuse(model, model.config.shape)
         self._programs = Programs()
         model.rope.move(device)
 

@@ -67,6 +67,7 @@ class DrafterModel(nn.Module):
     # Whether a token is read beside the state of the position before it, by whose position it then counts (EAGLE-3).
     # What is kept of a text needs the token behind each state, and blocks say how programs compute their inputs.
     pairs = False
+    in_programs = True  # whether a CPU runs it by programs: token by token, with memories that the blocks norm
     normed_states = True  # whether final states, which the next token may read, are normed already
 
     @abstractmethod

@@ -26,19 +26,16 @@ from pathlib import Path
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
 
 from spectrain.errors import UserError
-from spectrain.models.artifacts import MANIFEST, check_artifact
 from spectrain.models.drafter_model import DrafterModel, TargetTables
 from spectrain.models.eagle3_folders import default_layers as default_layers
 from spectrain.models.eagle3_folders import read, recognises, write
 from spectrain.models.kinds import Kind
-from spectrain.target.device import device_type
-from spectrain.target.fingerprint import fingerprint
+from spectrain.models.published import exported, opened
+from spectrain.models.root_attention import attend
 from spectrain.target.forward import DecoderProgram
 from spectrain.target.llama import KeysValues, LlamaBlock, LlamaShape, Rope, grouped
-from spectrain.target.loading import check_complete, check_finite, fetched
 from spectrain.target.target import TargetModel
 
 KIND = Kind(
@@ -50,8 +47,6 @@ KIND = Kind(
     engine="eagle3_engines",
     recognises=recognises,
 )
-MOST_SCORES = {"cpu": 1 << 21}  # attention scores that lie in memory at the same time
-MOST_SCORES_ELSEWHERE = 1 << 27
 
 
 @dataclass(frozen=True)
@@ -259,8 +254,8 @@ def unrolled(
         places = torch.arange(first_root + i, n_tokens + i, every, device=device).clamp_max(n_tokens - 1)
         x = drafter.joined(embedded[:, places], state)
         queries, keys_values = block.queries_keys_values(x, tuple(part[:, places] for part in rope))
-        own += [keys_values] if i else []  # the root's own key is one of the context's
-        attended = _attended(queries, context, own, roots, first, window - i)
+        own.append(KeysValues(keys_values.keys[:, :, :, None], keys_values.values[:, :, :, None]))
+        attended = attend(queries[:, :, :, None], context, own, roots, first, window - 1 - i)[:, :, 0]
         state = drafter.state_of(drafter.run(block.after_attention, x, attended))
         found.append(drafter.unembedded(state))
     return found
@@ -280,91 +275,13 @@ def drafted_places(
     return places, (roots + step < n_tokens) & (begins < roots) & (starts[:, places] == begins)
 
 
-def _attended(
-    queries: Tensor, context: KeysValues, own: list[KeysValues], roots: range, first: Tensor, reach: int
-) -> Tensor:
-    """Attend to the context up to each root, and to what its own draft has behind it. Memory is linear in L.
-
-    Args:
-        queries: [B, H, R, E].
-        context: K/V of all L tokens.
-        own: K/V [B, K, R, E] of each drafted token so far, which only the same root sees.
-        roots: R positions.
-        first: [B or 1, R] the first position that each root may see; itself it sees in any case.
-        reach: positions of context that a root sees at the most, itself included.
-
-    Returns:
-        [B, R, H E].
-    """
-    n_rows, n_head = queries.shape[:2]
-    most = MOST_SCORES.get(device_type(queries.device), MOST_SCORES_ELSEWHERE)
-    size, parts = max(1, most // (n_rows * n_head * context.keys.shape[2])), []
-    for start in range(0, len(roots), size):
-        part = slice(start, start + size)
-        span = slice(max(0, roots[part][0] - reach + 1), roots[part][-1] + 1)
-        places = torch.arange(span.start, span.stop, device=queries.device)
-        last = torch.arange(roots.start, roots.stop, roots.step, device=queries.device)[part, None]
-        seen = (places < last) & (places > last - reach) & (places >= first[:, part, None])  # [B or 1, r, s]
-        inputs = [(seen | (places == last))[:, None, None], queries[:, :, part]]
-        for keys_values, of in ((context, span), *((one, part) for one in own)):
-            inputs += [keys_values.keys[:, :, of], keys_values.values[:, :, of]]
-        if torch.is_grad_enabled():  # scores are computed once more, not kept
-            parts.append(checkpoint(_attend, *inputs, use_reentrant=False, preserve_rng_state=False))
-        else:
-            parts.append(_attend(*inputs))
-    return torch.cat(parts, dim=1)
-
-
-def _attend(seen: Tensor, queries: Tensor, keys: Tensor, values: Tensor, *own: Tensor) -> Tensor:
-    """Return [B, r, H E] of queries [B, H, r, E] over keys [B, K, s, E], and over one key and value each of `own`."""
-    n_seen, grouped_by = keys.shape[2], (keys.shape[1], -1)
-    queries = queries.unflatten(1, grouped_by) * queries.shape[-1] ** -0.5  # [B, K, G, r, E]
-    scores = [(queries @ keys[:, :, None].mT).masked_fill(~seen, -torch.inf)]
-    scores += [(queries * one[:, :, None]).sum(-1, keepdim=True) for one in own[::2]]
-    weights = torch.cat(scores, dim=-1).softmax(-1, dtype=torch.float32).to(values.dtype)
-    attended = weights[..., :n_seen] @ values[:, :, None]
-    for j, one in enumerate(own[1::2], n_seen):
-        attended = attended + weights[..., j, None] * one[:, :, None]
-    return attended.flatten(1, 2).transpose(1, 2).flatten(2)
-
-
 def save(folder: Path, drafter: Eagle3Drafter, dtype: torch.dtype = torch.float32) -> None:
-    """Write a drafter into an existing folder, as vLLM and SGLang load it; see `eagle3_folders`.
-
-    The target's tables are left out, but for the rows of its unembedding that `draft_vocab` keeps.
-    """
-    state, ends = drafter.state_dict(), {}
-    if drafter.kept is not None:
-        state["lm_head.weight"] = drafter.unembedding.detach()
-    if drafter.tables is not None:
-        known = drafter.tables.target.model.config.get_text_config()
-        ends = {name: getattr(known, name) for name in ("bos_token_id", "eos_token_id")}
+    """Write a drafter into an existing folder, as vLLM and SGLang load it; see `eagle3_folders`."""
+    state, ends = exported(drafter)
     write(folder, vars(drafter.config), state, dtype, ends)
 
 
 def load(folder: Path, target: TargetModel, option: str = "drafter") -> Eagle3Drafter:
-    """Open an EAGLE-3 drafter in float32, which shares the target's tables.
-
-    Args:
-        folder: an export, the folder of another project (see `eagle3_folders`), or a Hugging Face id of one.
-        target: it drafts for.
-        option: by which it was given.
-
-    Raises:
-        UserError: it does not fit the target, or is damaged.
-    """
-    given, folder = f"{option}={folder}", fetched(folder, option)
-    if (folder / MANIFEST).is_file() or not (folder / "config.json").is_file():
-        check_artifact(folder, "eagle3", fingerprint(target.model, target.tokenizer), option)
-    options, state = read(folder, given, target)
-    try:
-        drafter = Eagle3Drafter(Eagle3Config(**options), target)
-    except UserError as error:
-        raise UserError(f"{given} cannot be used: {error}") from None
-    own = drafter.state_dict()
-    wrong = [name for name in own.keys() & state.keys() if own[name].shape != state[name].shape]
-    found = {"missing_keys": own.keys() - state.keys(), "unexpected_keys": state.keys() - own.keys()}
-    check_complete(given, found | {"mismatched_keys": wrong})
-    drafter.load_state_dict(state)
-    check_finite(drafter, given)
-    return drafter
+    """Open an EAGLE-3 drafter, see `published.opened`."""
+    build = lambda fields: Eagle3Drafter(Eagle3Config(**fields), target)  # noqa: E731
+    return opened("eagle3", folder, target, option, read, build)

@@ -188,6 +188,10 @@ class LlamaBlock(nn.Module):
         """Return what queries, keys and values are projected from, given the block's inputs x [.., D]."""
         return self.input_norm(x)
 
+    def normed_memories(self, memories: Tensor) -> Tensor:
+        """Return what keys and values of memories [.., D] are projected from."""
+        return self.normed(memories)
+
     def residual(self, x: Tensor) -> Tensor:
         """Return what attention and MLP are added to, [.., D], given the block's inputs."""
         return x
@@ -204,8 +208,8 @@ class LlamaBlock(nn.Module):
         return queries, KeysValues(keys, values)
 
     def keys_values(self, memories: Tensor, rope: tuple[Tensor, Tensor]) -> KeysValues:
-        """Return K and V of memories [B, P, D] at the positions of `rope`, after the block's input norm."""
-        d_q, x = self.shape.n_head * self.shape.head_dim, self.normed(memories)
+        """Return K and V of memories [B, P, D] at the positions of `rope`."""
+        d_q, x = self.shape.n_head * self.shape.head_dim, self.normed_memories(memories)
         if isinstance(self.qkv, nn.Linear):
             bias = None if self.qkv.bias is None else self.qkv.bias[d_q:]
             joined = F.linear(x, self.qkv.weight[d_q:], bias)

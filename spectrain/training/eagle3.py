@@ -43,8 +43,6 @@ from spectrain.training.drafters import (
 from spectrain.training.losses import LossSettings
 from spectrain.training.optim import OptimizerSettings
 
-OF_CONFIG = ("unembedding", "norm_before_residual", "norm_before_fc", "fc_norm", "norm_output")
-
 
 class Eagle3Training(DrafterTraining):
     """Trains an EAGLE-3 drafter: a token is learned at each depth at which a draft reaches it.
@@ -100,6 +98,8 @@ class Eagle3Experiment(DrafterExperiment):
     """An EAGLE-3 drafter. Its block is a Llama's, whatever the target's are."""
 
     exports = "eagle3"
+    # Options of the run that are fields of the drafter's config, and cannot be changed when it is trained further.
+    of_config: tuple[str, ...] = ("unembedding", "norm_before_residual", "norm_before_fc", "fc_norm", "norm_output")
 
     def block_layers(self) -> tuple[int, ...]:
         return self.shape().target_layers
@@ -133,7 +133,7 @@ class Eagle3Experiment(DrafterExperiment):
     def trained_before(self) -> Eagle3Drafter:
         """The drafter of the folder `init`, to be trained further; UserError where the run asks for another one."""
         own, before = self.own, self.before.config
-        has = {name: getattr(before, name) for name in OF_CONFIG}
+        has = {name: getattr(before, name) for name in self.of_config}
         has |= {"target_layers": list(before.target_layers), "intermediate_size": before.shape.intermediate_size}
         check_alike(own.init, has, {name: value for name in has if (value := getattr(own, name)) is not None})
         drafter = cut_as_asked(self.before, None if own.draft_vocab == "auto" else own.draft_vocab, own.init)
@@ -159,17 +159,21 @@ class Eagle3Experiment(DrafterExperiment):
         if own.init not in NEW:
             before = self.before.config
             return replace(before, **of_run | {"window_tokens": own.window_tokens or before.window_tokens})
-        layers = tuple(own.target_layers or default_layers(n_layer))
+        options = {name: getattr(own, name) for name in self.of_config}
+        return Eagle3Config(self.block_shape(), self.layers_or(default_layers(n_layer)), **options, **of_run)
+
+    def layers_or(self, default: tuple[int, ...]) -> tuple[int, ...]:
+        """Return the option target_layers."""
+        layers, n_layer = tuple(self.own.target_layers or default), self.target.n_layer
         if list(layers) != sorted({*layers}) or not 0 <= layers[0] <= layers[-1] < n_layer:
             raise UserError(f"target_layers={shown(list(layers))} must be of 0..{n_layer - 1}, each once and in order")
-        options = {name: getattr(own, name) for name in OF_CONFIG}
-        return Eagle3Config(self._block_shape(), layers, **options, **of_run)
+        return layers
 
-    def _block_shape(self) -> LlamaShape:
-        """Return the dimensions of the block: the target's, but it is a plain Llama's, which engines load."""
+    def block_shape(self, qk_norm: bool = False) -> LlamaShape:
+        """Return the dimensions of a block: the target's, without what its blocks have beyond a Llama's."""
         shape = shape_of(self.target.model)
         inner, rope = self.own.intermediate_size or shape.intermediate_size, shape.rope_parameters
-        plain = {"qkv_bias": False, "output_bias": False, "mlp_bias": False, "qk_norm": False, "layer_types": ()}
+        plain = {"qkv_bias": False, "output_bias": False, "mlp_bias": False, "qk_norm": qk_norm, "layer_types": ()}
         plain["hidden_act"] = "silu"
         rope = rope.get("full_attention", rope)  # of Gemma 3, which has several
         return replace(shape, intermediate_size=inner, rope_parameters=rope, **plain)

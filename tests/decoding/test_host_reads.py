@@ -33,7 +33,7 @@ from tests.support.pretend import Copy, PretendDevice, pretend_device
 LENGTHS, N_NEW = (5, 14, 9), 12
 SAMPLINGS = {"greedy": Sampling(), "sampled": Sampling(temperature=0.8)}
 # Which draft chains.
-MODELS = ("speculative", "spire", "eagle3", "magicdec", "specdecpp", "confidence_stop", "entropy_stop")
+MODELS = ("speculative", "spire", "eagle3", "dflash", "magicdec", "specdecpp", "confidence_stop", "entropy_stop")
 # Lookups propose the same however tokens are drawn, so that two of them stand for all where they are sampled.
 SAMPLED = ("autoregressive", "sssd", "lookahead", "spire_tree", *MODELS)
 EACH_SAMPLED_OR_NOT = [*((name, "greedy") for name in method_names()), *((name, "sampled") for name in SAMPLED)]
@@ -50,6 +50,7 @@ RECORDED = [pytest.param(*one, marks=() if one in OF_EACH_SORT else pytest.mark.
 # tree are read next, level by level. A method of `auto` that runs for the first time may want to know the last logits.
 MOST_READS = {
     "auto": 2,
+    "dflash_tree": 1 + LEVELS,
     "confidence_stop": 7,
     "entropy_stop": 7,
     "specdecpp": 7,
@@ -130,7 +131,8 @@ def test_text_and_copies_on_a_device(name, how, copies_per_step):
 
 
 @pytest.mark.parametrize(
-    ("name", "with_graphs"), in_turn(["speculative", "spire", "eagle3", "specdecpp", "magicdec"], [False, True])
+    ("name", "with_graphs"),
+    in_turn(["speculative", "spire", "eagle3", "dflash", "specdecpp", "magicdec"], [False, True]),
 )
 def test_drafts_that_stop_at_an_end_of_text_are_those_of_the_cpu(name, with_graphs, monkeypatch):
     """Where random numbers are drawn anew within drafts, too."""
@@ -154,7 +156,7 @@ def test_drafts_that_stop_at_an_end_of_text_are_those_of_the_cpu(name, with_grap
 
 @pytest.mark.parametrize(
     ("name", "how"),
-    in_turn(["autoregressive", "speculative", "magicdec", "spire", "eagle3", "pld", "sssd"], [*SAMPLINGS]),
+    in_turn(["autoregressive", "speculative", "magicdec", "spire", "eagle3", "dflash", "pld", "sssd"], [*SAMPLINGS]),
 )
 def test_what_would_be_recorded_as_a_graph_copies_nothing(name, how):
     with pretend_device() as device:

@@ -27,6 +27,7 @@ from spectrain.decoding.sampling import SharedNoise
 from spectrain.drafting.budget import ChainBudget, TreeBudget
 from spectrain.drafting.stopping import HeadStop, StopRule
 from spectrain.methods.auto import Auto
+from spectrain.methods.dflash import DFlash
 from spectrain.methods.eagle3 import Eagle3
 from spectrain.methods.registry import method_names
 from spectrain.methods.speculative import Speculative
@@ -40,6 +41,7 @@ from spectrain.target.weights import on_cpu
 from tests.conftest import tiny_model
 from tests.decoding.reference import ScriptedDrafter
 from tests.methods.every import Artifacts, build, build_auto
+from tests.models.tiny_dflash import fitted_dflash
 from tests.models.tiny_eagle3 import fitted_eagle3
 
 ALPHA = 1e-4
@@ -71,7 +73,7 @@ def same_tree_always(context, row) -> list[tuple[int, int]]:
     return [(0, 0), (1, 0), (2, 1), (0, 1), (1, 3)]
 
 
-TREES = ("spire_tree", "spire_sssd", "eagle3_tree", "eagle3_sssd")
+TREES = ("spire_tree", "spire_sssd", "eagle3_tree", "eagle3_sssd", "dflash_tree")
 SMALL = {  # options in place of a method's yaml, so that tiny texts meet all of its branches
     "speculative": {"gamma": 3},
     "specdecpp": {"threshold": 0.6, "max_candidates": 3},
@@ -96,6 +98,7 @@ MORE = {  # drafters that no yaml describes alone
     "spire, pruned": lambda: spire("pruned"),
     "spire, half of the vocabulary": lambda: half_vocabulary(),
     "eagle3, half of the vocabulary": lambda: Eagle3(fitted_eagle3(target(), k=3, draft_vocab=2)),
+    "dflash, half of the vocabulary": lambda: DFlash(fitted_dflash(target(), draft_vocab=2)),
     "specdecpp, previous": lambda: drafter_of("specdecpp", judge="previous"),
     "specdecpp on spire": lambda: spire("random", HeadStop(random_head(), 0.6)),
     "specdecpp on spire, one program": lambda: spire("random", HeadStop(random_head(compiles=True), 0.6)),
@@ -108,10 +111,10 @@ MORE = {  # drafters that no yaml describes alone
 DRAFTERS = {**{name: partial(drafter_of, name) for name in method_names()}, **MORE}
 ADAPTIVE = ("specdecpp", "specdecpp on spire", "specdecpp on spire, one program", "confidence_stop", "entropy_stop")
 # Their drafts are drawn from a q. In VARIED each is made, or ends, in another way.
-HALVES = ("spire, half of the vocabulary", "eagle3, half of the vocabulary")
+HALVES = tuple(f"{kind}, half of the vocabulary" for kind in ("spire", "eagle3", "dflash"))
 VARIED = ("speculative", "spire", *HALVES, "magicdec", "specdecpp", ADAPTIVE[2])
 DRAWING = (*VARIED, *(name for name in ADAPTIVE if name not in VARIED))
-ALSO_DRAWING = ("auto", "spire, pruned", "eagle3", "specdecpp, previous")
+ALSO_DRAWING = ("auto", "spire, pruned", "eagle3", "dflash", "specdecpp, previous")
 
 
 def spire(init: str, stop: StopRule | None = None) -> Spire:

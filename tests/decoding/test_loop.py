@@ -86,7 +86,7 @@ ADAPTIVE = ("specdecpp", "specdecpp, previous", "confidence_stop", "entropy_stop
 
 
 def drafter_of(name: str, family: str, **options) -> Drafter:
-    if {"spire", "eagle3"} & {*artifact_kinds(method_config(name)).values()} and family not in SPIRE_FAMILIES:
+    if {"spire", "eagle3", "dflash"} & {*artifact_kinds(method_config(name)).values()} and family not in SPIRE_FAMILIES:
         pytest.skip("drafters of our own blocks are for Llama-like targets")
     if name in ("auto", *token_methods()) and family not in OF_EACH_ENGINE:
         pytest.skip("the methods that auto chooses among meet this family, and so do branching trees")

@@ -18,6 +18,7 @@ from spectrain.methods.registry import build_method, method_config, with_papers_
 from spectrain.target import TargetModel, tokenizer_fingerprint
 from tests.models.test_artifacts import export_spire, export_vanilla, tiny_tokenizer
 from tests.models.test_head import export_head
+from tests.models.tiny_dflash import export_dflash
 from tests.models.tiny_eagle3 import export_eagle3
 from tests.retrieval.reference import make_store
 
@@ -62,6 +63,9 @@ class Artifacts(dict):
 
     def make_eagle3(self, folder: Path) -> Path:
         return export_eagle3(folder, self.target, k=3)
+
+    def make_dflash(self, folder: Path) -> Path:
+        return export_dflash(folder, self.target)
 
     def make_head(self, folder: Path) -> Path:
         """On the vanilla drafter. It stops at the first tokens or later, depending on what was drawn."""

@@ -23,12 +23,12 @@ from tests.methods.every import Artifacts, build, build_auto
 
 N_NEW = 40
 FIXED = {"max_nodes": 9}
-CHAINS = {name: {"gamma": 3} for name in ("spire", "eagle3", "speculative", "magicdec")}
+CHAINS = {name: {"gamma": 3} for name in ("spire", "eagle3", "dflash", "speculative", "magicdec")}
 STOPS = {name: {"max_candidates": 4} for name in ("specdecpp", "confidence_stop", "entropy_stop")}
 LOOKUPS = [name for name in method_names() if name not in {**CHAINS, **STOPS, PLAIN: None, "auto": None}]
 # Their guesses depend on the probes of steps that they did not run.
 PROBING = ("lookahead", "spectra_core", "spectra")
-REMEMBER = [name for name in (*LOOKUPS, "spire", "eagle3", "speculative") if name not in PROBING]
+REMEMBER = [name for name in (*LOOKUPS, "spire", "eagle3", "dflash", "speculative") if name not in PROBING]
 
 
 @pytest.fixture(scope="module")

@@ -1,0 +1,111 @@
+"""`method=dflash`: a chain of at most B - 1 tokens, all of which one pass of a DFlash drafter drafts.
+
+What it keeps of a text is `spectrain.drafting.model_drafter`'s: keys and values of the target's states, in each block.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from spectrain.config.values import Dtype, Nodes, Whole
+from spectrain.decoding import Context
+from spectrain.drafting.budget import AUTO
+from spectrain.drafting.draft_chain import Chains, DraftStep, draft_chain, lengths_of
+from spectrain.drafting.model_drafter import ModelDrafter
+from spectrain.errors import UserError
+from spectrain.models.artifacts import fastest_gamma, trained_acceptance
+from spectrain.models.dflash import DFlashDrafter, load
+from spectrain.target import DraftTree, TargetModel
+from spectrain.target.llama import additive
+
+DRAFTER = "dflash"
+
+
+class DFlash(ModelDrafter):
+    """Drafts with a `DFlashDrafter`: one pass reads a whole block, however many of its tokens are drafted.
+
+    The distribution q_j of a block's token j depends on the text and its root alone, not on what was drawn before it.
+    So drawing each token from its own q_j draws the chain from q_1 q_2 .., in which token j has the distribution q_j
+    whatever the tokens before it are: what the verification of drawn chains assumes. Samples keep the target's
+    distribution; that the tokens of a draft may not fit each other costs acceptance only.
+
+    Raises:
+        UserError: a block has fewer than gamma tokens.
+    """
+
+    def __init__(self, drafter: DFlashDrafter, gamma: int | None = None, **options: object) -> None:
+        super().__init__(drafter, gamma, **options)
+        if self.gamma > (k := drafter.config.k):
+            raise UserError(f"gamma={self.gamma} must be 1..{k}: a block of this drafter has {k} tokens to draft")
+
+    def draft(self, context: Context, gamma: int) -> DraftTree:
+        self._catch_up(context)
+        said: list[Tensor] = []
+
+        def step(tokens: Tensor, i: int) -> DraftStep:
+            said.extend([] if said else [self._block(context.roots, self._roots(context))])
+            return DraftStep(self.drafter.spread(said[0][:, i]))
+
+        replays = self.replays(context, self.runtime.graphs, self.drafter.config.shape.vocab_size)
+        whole = self._graph_chain if replays else None
+        return draft_chain(context, gamma, lambda: step(context.roots, 0), step, whole=whole)
+
+    def _graph_chain(self, context: Context, n_steps: int, lengths: Tensor | None) -> Chains:
+        def read(i: int, tokens: Tensor, positions: Tensor, block: Tensor) -> tuple[Tensor, Tensor]:
+            block = block if i else self._logits(tokens[:, 0], positions)
+            return self.drafter.spread(block[:, i]), block
+
+        starts = context.roots[:, None], self._roots(context), self.finals[: context.n_rows]
+        key = "chain", self.keys.storage
+        return self.replayed(self.runtime.graphs, key, read, context, n_steps, lengths, *starts)
+
+    def read_roots(self, context: Context) -> Tensor:
+        self._catch_up(context)
+        self.state = self._block(context.roots, self._roots(context))
+        return self.state[:, 0]
+
+    def read_nodes(self, context: Context, tree: DraftTree, n_new: int) -> Tensor:
+        depth = tree.depth[:, -n_new:, None]
+        return self.state.gather(1, depth.expand(-1, -1, self.state.shape[2]))
+
+    def _block(self, roots: Tensor, positions: Tensor) -> Tensor:
+        """Return what the blocks of roots [n] at positions [n] say of their tokens, logits [n, B - 1, K]."""
+        if self.runtime.graphs is None:
+            return self._logits(roots, positions)
+        return self.runtime.graphs.run(("blocks", self.keys.storage), self._logits, roots, positions)
+
+    def _logits(self, roots: Tensor, positions: Tensor) -> Tensor:
+        model, keys, size = self.drafter, self.keys, self.drafter.config.block_tokens
+        unmarked = torch.zeros(len(roots), 1, keys.n_marks, dtype=torch.bool, device=roots.device)
+        past, seen = keys.context(unmarked, positions)
+        seen = torch.cat([seen, seen.new_ones(len(roots), 1, size)], dim=2).expand(-1, size, -1)
+        rope = model.rope(positions[:, None] + torch.arange(size, device=roots.device))
+        states, _ = model.step(model.block_of(roots), rope, past, additive(seen[:, None], model.norm.weight.dtype))
+        return model.kept_logits(states[:, 1:])
+
+
+def build(
+    target: TargetModel,
+    drafter: str,
+    gamma: Whole | None = None,
+    max_nodes: Nodes | None = None,
+    draft_dtype: Dtype = "auto",
+    draft_vocab: Whole | Literal["auto"] | None = AUTO,
+) -> DFlash:
+    """The method from an exported drafter, or from another project's; the options are those of `method=spire`."""
+    loaded, fastest = load(Path(drafter), target), fastest_gamma(Path(drafter))
+    k, acceptance = loaded.config.k, trained_acceptance(Path(drafter))
+    length, budget = lengths_of(gamma, max_nodes, fastest or k, k, acceptance)
+    return DFlash(loaded, length, draft_dtype=draft_dtype, draft_vocab=draft_vocab, budget=budget)
+
+
+def for_trees(
+    target: TargetModel, drafter: str, levels: int, branches: int, draft_dtype: str, draft_vocab: int | str | None
+) -> DFlash:
+    """The model of a `TreeDrafter`: nodes of one depth have the same candidates. A tree has no more levels than k."""
+    loaded = load(Path(drafter), target)
+    return DFlash(loaded, min(levels, loaded.config.k), draft_dtype=draft_dtype, draft_vocab=draft_vocab)

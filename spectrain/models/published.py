@@ -1,0 +1,344 @@
+"""Folders of drafters that other projects write, and ours in their layouts: what all kinds share."""
+
+from __future__ import annotations
+
+import logging
+import re
+from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
+from typing import TypeVar
+
+import numpy as np
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+from transformers import AutoConfig
+
+from spectrain.errors import UserError, shown
+from spectrain.models.artifacts import MANIFEST, WEIGHTS, check_artifact, damage_of
+from spectrain.models.drafter_model import DrafterModel
+from spectrain.stores.files import load_json, write_whole
+from spectrain.target.fingerprint import fingerprint
+from spectrain.target.lean import LLAMA_LIKE, MATRICES, NORMS, ROPE_TYPES, block_state
+from spectrain.target.llama import LlamaShape
+from spectrain.target.loading import check_complete, check_finite, fetched
+from spectrain.target.target import TargetModel
+
+log = logging.getLogger(__name__)
+
+KEPT = "kept.npy"  # the tokens that it can draft in our own order, the most frequent first; engines pass over it
+PICKLED = "pytorch_model.bin"
+NOT_READ = r"^verifier_|rotary_emb\."  # of the target, for training; or computed
+SIZES = {  # config.json -> fields of `LlamaShape`
+    "vocab_size": "vocab_size",
+    "hidden_size": "hidden_size",
+    "intermediate_size": "intermediate_size",
+    "num_attention_heads": "n_head",
+    "num_key_value_heads": "n_kv_head",
+    "head_dim": "head_dim",
+    "rms_norm_eps": "rms_norm_eps",
+    "hidden_act": "hidden_act",
+    "max_position_embeddings": "max_positions",
+}
+ROPE = ("rope_theta", "rope_scaling", "rope_parameters")
+
+Opened = TypeVar("Opened", bound=DrafterModel)
+Read = tuple[dict, dict[str, Tensor]]  # fields of a config, and a state
+
+
+def exported(drafter: DrafterModel) -> tuple[dict[str, Tensor], dict]:
+    """Return the state that is exported, and the tokens of the target that begin and end texts, for config.json.
+
+    The target's tables are left out, but for the rows of its unembedding that `draft_vocab` keeps.
+    """
+    state, ends = drafter.state_dict(), {}
+    if drafter.kept is not None:
+        state["lm_head.weight"] = drafter.unembedding.detach()
+    if drafter.tables is not None:
+        known = drafter.tables.target.model.config.get_text_config()
+        ends = {name: getattr(known, name) for name in ("bos_token_id", "eos_token_id")}
+    return state, ends
+
+
+def opened(
+    kind: str,
+    folder: Path,
+    target: TargetModel,
+    option: str,
+    read: Callable[[Path, str, TargetModel], Read],
+    build: Callable[[dict], Opened],
+) -> Opened:
+    """Open a drafter in float32, which shares the target's tables.
+
+    Args:
+        kind: of the drafter.
+        folder: an export, the folder of another project, or a Hugging Face id of one.
+        target: it drafts for.
+        option: by which it was given.
+        read: returns the fields of a config, and a state, of a folder.
+        build: returns a drafter of these fields.
+
+    Raises:
+        UserError: it does not fit the target, or is damaged.
+    """
+    given, folder = f"{option}={folder}", fetched(folder, option)
+    if (folder / MANIFEST).is_file() or not (folder / "config.json").is_file():
+        check_artifact(folder, kind, fingerprint(target.model, target.tokenizer), option)
+    options, state = read(folder, given, target)
+    try:
+        drafter = build(options)
+    except UserError as error:
+        raise UserError(f"{given} cannot be used: {error}") from None
+    own = drafter.state_dict()
+    wrong = [name for name in own.keys() & state.keys() if own[name].shape != state[name].shape]
+    found = {"missing_keys": own.keys() - state.keys(), "unexpected_keys": state.keys() - own.keys()}
+    check_complete(given, found | {"mismatched_keys": wrong})
+    drafter.load_state_dict(state)
+    check_finite(drafter, given)
+    return drafter
+
+
+def write_weights(folder: Path, state: Mapping[str, Tensor], shape: LlamaShape, dtype: torch.dtype, block: str) -> bool:
+    """Write the weights, and our order of the tokens that it can draft. Return whether it has an lm_head.
+
+    `block` is the prefix of the tensors of a block, {} its number.
+    """
+    state = dict(state)
+    kept = state.pop("kept", None)
+    if kept is not None:
+        ids, order = kept.sort()
+        state["lm_head.weight"] = state["lm_head.weight"][order]
+        write_whole(folder / KEPT, lambda out: np.save(out, kept.cpu().numpy()))
+    tensors = {name: tensor.to(dtype) for name, tensor in _their_names(state, shape, block).items()}
+    if kept is not None:
+        is_kept = torch.zeros(shape.vocab_size, dtype=torch.bool)
+        is_kept[ids.cpu()] = True
+        tensors |= {"d2t": ids.cpu() - torch.arange(len(ids)), "t2d": is_kept}
+    tensors = {name: tensor.cpu().contiguous() for name, tensor in tensors.items()}
+    save_file(tensors, folder / WEIGHTS, {"format": "pt"})
+    return "lm_head.weight" in tensors
+
+
+def blocks_json(shape: LlamaShape, family: str, n_layer: int) -> dict:
+    """Return the part of config.json that describes the blocks."""
+    rope = dict(shape.rope_parameters)
+    theta, is_scaled = rope.pop("rope_theta"), rope.get("rope_type", "default") != "default"
+    return {
+        "model_type": family,
+        **{theirs: getattr(shape, ours) for theirs, ours in SIZES.items()},
+        "attention_bias": shape.qkv_bias,
+        "mlp_bias": shape.mlp_bias,
+        "rope_theta": theta,
+        **({"rope_scaling": rope} if is_scaled else {}),
+        "num_hidden_layers": n_layer,
+        "tie_word_embeddings": False,
+    }
+
+
+def read_by(reader: Callable[..., Read], folder: Path, given: str, target: TargetModel) -> Read:
+    """Return what `reader(folder, given, facts, tensors, target, guesses)` reads of a config.json and its tensors.
+
+    What it raises is said in one sentence, and what it guesses in one line. For the others see `read`.
+    """
+    with damage_of(given, "config.json: "):
+        facts = dict(load_json(folder / "config.json"))
+    tensors = {name: one for name, one in _tensors(folder, given).items() if not re.search(NOT_READ, name)}
+    guesses: list[str] = []
+    try:
+        found = reader(folder, given, facts, tensors, target, guesses)
+    except UserError:
+        raise
+    except Exception as error:  # a value of another type, for which each library has its own
+        what = " ".join(str(error).split()) or type(error).__name__
+        raise UserError(f"{given} has a config.json that cannot be read ({shown(what)}); fetch it again") from error
+    if guesses and not (folder / MANIFEST).is_file():
+        log.warning("%s does not say all, and is read so: %s", given, "; ".join(guesses))
+    return found
+
+
+def without_embedding(tensors: Mapping[str, Tensor], target: TargetModel) -> dict[str, Tensor]:
+    """Return tensors without an embedding that is the target's own, which is read instead."""
+    own, left = target.model.get_input_embeddings().weight, dict(tensors)
+    if (found := tensors.get("embed_tokens.weight")) is not None and (own.is_meta or torch.equal(found.to(own), own)):
+        del left["embed_tokens.weight"]
+    return left
+
+
+def in_our_words(
+    folder: Path,
+    given: str,
+    facts: Mapping,
+    tensors: Mapping[str, Tensor],
+    vocab_size: int,
+    guesses: list[str],
+    block: str,
+) -> dict[str, Tensor]:
+    """Return a drafter's state of the tensors of a folder, with `kept` where it can draft some tokens only.
+
+    It has no lm_head where our own config.json says that it is the target's. For `block` see `write_weights`.
+    """
+    kept = _kept(facts, tensors, vocab_size, given, guesses)
+    state = _our_names({name: one for name, one in tensors.items() if name not in ("d2t", "t2d")}, block)
+    if kept is not None:
+        state["kept"], head = kept, state.get("lm_head.weight")
+        if (folder / KEPT).is_file():
+            with damage_of(given, f"{KEPT}: "):
+                state["kept"] = torch.from_numpy(np.load(folder / KEPT))
+            if not torch.equal(state["kept"].sort().values, kept):
+                raise UserError(f"{given} has other tokens in {KEPT} than in d2t; export it again")
+            if head is not None:
+                state["lm_head.weight"] = head[torch.searchsorted(kept, state["kept"])]
+    if facts.get("unembedding") == "target":
+        state.pop("lm_head.weight", None)
+    return state
+
+
+def is_dflash(facts: Mapping) -> bool:
+    """Return whether a config.json is of a DFlash drafter."""
+    return "dflash" in (said := types_of(facts)) or ("dflash_config" in facts and "dspark" not in said)
+
+
+def types_of(facts: Mapping) -> str:
+    """Return what a config.json calls itself, in small letters."""
+    said = [facts.get(key) for key in ("speculators_model_type", "architectures", "model_type")]
+    return " ".join(map(str, said)).lower()
+
+
+def _tensors(folder: Path, given: str) -> dict[str, Tensor]:
+    """Return the tensors of one file, of several with an index, or of a pickled one, from which nothing is run."""
+    index, found = folder / f"{WEIGHTS}.index.json", {}
+    if (folder / WEIGHTS).is_file() or index.is_file() or not (folder / PICKLED).is_file():
+        with damage_of(given):
+            names = [WEIGHTS] if (folder / WEIGHTS).is_file() else {*load_json(index)["weight_map"].values()}
+            for name in sorted(names):
+                found |= load_file(folder / name)
+        return found
+    try:
+        found = torch.load(folder / PICKLED, map_location="cpu", weights_only=True)
+        if all(isinstance(one, Tensor) for one in found.values()):
+            return found
+        why = "not a mapping of tensors"
+    except Exception as error:
+        why = type(error).__name__
+    raise UserError(f"{given} has a {PICKLED} that holds more than tensors ({why}); give one with {WEIGHTS}")
+
+
+def shape_of_blocks(
+    layer: Mapping,
+    tensors: Mapping,
+    target: TargetModel,
+    given: str,
+    guesses: list[str],
+    is_own: bool,
+    block: str,
+) -> LlamaShape:
+    """Return the dimensions of the blocks of a folder. Raise UserError where they are not for this target."""
+    family = layer.get("model_type")
+    known = {key: layer[key] for key in (*SIZES, *ROPE) if layer.get(key) is not None}
+    said = AutoConfig.for_model(family if family in LLAMA_LIKE else "llama", **known)
+    rope, longest = dict(said.rope_parameters), target.max_positions
+    if (kind := rope.get("rope_type", "default")) not in ROPE_TYPES:
+        raise UserError(f"{given} has a RoPE of type {shown(kind)}; drafters support {', '.join(ROPE_TYPES)}")
+    of_target = (getattr(target.model.config.get_text_config(), "rope_parameters", None) or {}).get("rope_theta")
+    is_said = "rope_theta" in known or "rope_theta" in known.get("rope_parameters", {})
+    if not is_said and of_target != rope["rope_theta"]:  # trainers that do not write it take the default
+        guesses.append(f"it has no rope_theta, so {rope['rope_theta']:g} is read; the target has {of_target}")
+    sizes = {ours: getattr(said, theirs) for theirs, ours in SIZES.items()}
+    sizes["head_dim"] = sizes["head_dim"] or sizes["hidden_size"] // sizes["n_head"]
+    if not is_own:  # engines serve it up to the length of the target
+        sizes["max_positions"] = max(sizes["max_positions"], longest)
+    n_tokens, width = target.model.get_input_embeddings().weight.shape
+    if (sizes["vocab_size"], sizes["hidden_size"]) != (n_tokens, width):
+        of_drafter = f"{sizes['vocab_size']} tokens and states of {sizes['hidden_size']}"
+        raise UserError(
+            f"{given} is for a target of {of_drafter}, not of {n_tokens} and {width}; give one made for this target"
+        )
+    first = block.format(0)
+    return LlamaShape(
+        **sizes,
+        rope_parameters=rope,
+        qkv_bias=f"{first}self_attn.q_proj.bias" in tensors,
+        output_bias=f"{first}self_attn.o_proj.bias" in tensors,
+        mlp_bias=f"{first}mlp.gate_proj.bias" in tensors,
+        qk_norm=f"{first}self_attn.q_norm.weight" in tensors,
+        tie_embeddings=False,
+    )
+
+
+def check_layers(found: Iterable[int], n_layer: int, given: str) -> tuple[int, ...]:
+    """Return the blocks whose inputs are read, in order. Raise UserError where a target of so many has no such one."""
+    if wrong := [layer for layer in found if not 0 <= layer < n_layer]:
+        raise UserError(
+            f"{given} reads the input of block {wrong[0]} (the output of block {wrong[0] - 1}), but only those of "
+            f"blocks 0 to {n_layer - 1} of this target can be read; give one made for this target"
+        )
+    return tuple(sorted(set(found)))  # as vLLM does
+
+
+def _kept(
+    facts: Mapping, tensors: Mapping[str, Tensor], vocab_size: int, given: str, guesses: list[str]
+) -> Tensor | None:
+    """Return the tokens [K] int64 that it can draft, in the order of its lm_head; None: all.
+
+    `d2t` holds what is added to a row's number. Where that leaves the vocabulary, or marks others than `t2d`, they may
+    be the tokens themselves.
+    """
+    map_, marks, head = tensors.get("d2t"), tensors.get("t2d"), tensors.get("lm_head.weight")
+    lengths = (len(one) for one in (map_, head) if one is not None)
+    n_kept = facts.get("draft_vocab_size") or next(lengths, vocab_size)
+    if n_kept == vocab_size:
+        return None
+    marked = None if marks is None else marks.nonzero()[:, 0]
+    if map_ is None:
+        if marked is None or len(marked) != n_kept:
+            raise UserError(f"{given} drafts {n_kept} of {vocab_size} tokens, and has no d2t that says which")
+        guesses.append("it has no d2t, so its tokens are those of t2d")
+        return marked
+    readings = {"offsets": map_.long() + torch.arange(len(map_)), "tokens": map_.long()}
+    readings = {name: ids for name, ids in readings.items() if _is_map(ids, n_kept, vocab_size)}
+    agrees = {name: marked is not None and torch.equal(ids.sort().values, marked) for name, ids in readings.items()}
+    if not readings:
+        raise UserError(f"{given} has a d2t that is no map of {n_kept} rows to {vocab_size} tokens; fetch it again")
+    name = next((name for name in readings if agrees[name]), next(iter(readings)))
+    if name == "tokens":
+        guesses.append("d2t holds the tokens themselves, not offsets, which engines would add")
+    if marked is not None and not agrees[name]:
+        guesses.append("t2d marks other tokens than d2t, which is read")
+    return readings[name]
+
+
+def _is_map(ids: Tensor, n_kept: int, vocab_size: int) -> bool:
+    is_inside = ids.dim() == 1 and len(ids) == n_kept and int(ids.min()) >= 0 and int(ids.max()) < vocab_size
+    return is_inside and len(ids.unique()) == n_kept
+
+
+def _their_names(state: Mapping[str, Tensor], shape: LlamaShape, block: str) -> dict[str, Tensor]:
+    """Return a drafter's state under the names of the layout, whose projections are apart."""
+    heads, tensors = [shape.n_head, shape.n_kv_head, shape.n_kv_head], {}
+    parts = {"qkv": [n * shape.head_dim for n in heads], "gate_up": 2 * [shape.intermediate_size]}
+    for name, tensor in state.items():
+        of_block = re.fullmatch(r"blocks\.(\d+)\.(\w+)\.(\w+)", name)
+        if of_block is None:
+            tensors[name.replace("states_norm.", "input_norm.").replace("state_norms.", "fc_norm.")] = tensor
+            continue
+        number, within, kind = of_block.groups()
+        if within in MATRICES:
+            split = zip(MATRICES[within], tensor.split(parts.get(within, len(tensor))), strict=True)
+            tensors |= {f"{block.format(number)}{theirs}.{kind}": part for theirs, part in split}
+        else:
+            tensors[f"{block.format(number)}{NORMS.get(within, within)}.{kind}"] = tensor
+    return tensors
+
+
+def _our_names(tensors: Mapping[str, Tensor], block: str) -> dict[str, Tensor]:
+    """Return the tensors of the layout under the names of a drafter, whose projections are joined."""
+    blocks, state = {}, {}
+    of_block = re.compile(re.escape(block).replace(r"\{\}", r"(\d+)"))
+    for name, one in tensors.items():
+        if found := of_block.match(name):
+            number = found.group(1) if of_block.groups else "0"
+            blocks.setdefault(number, {})[name.removeprefix(found.group())] = one
+        else:
+            state[name.replace("input_norm.", "states_norm.").replace("fc_norm.", "state_norms.")] = one
+    joined = ((number, block_state(of_one)) for number, of_one in blocks.items())
+    return state | {f"blocks.{number}.{name}": one for number, of_one in joined for name, one in of_one.items()}

@@ -1,0 +1,69 @@
+"""Trains DFlash drafters: blocks from many roots of a row, whose later tokens weigh less."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from functools import cached_property
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from spectrain.decoding import Drafter
+from spectrain.methods.dflash import DFlash
+from spectrain.models.dflash import DFlashConfig, DFlashDrafter, drafted, load, save
+from spectrain.models.dflash_folders import default_layers, read
+from spectrain.models.pruned_init import NEW
+from spectrain.target.loading import DTYPES
+from spectrain.training.data import RowBatch
+from spectrain.training.eagle3 import Eagle3Experiment, Eagle3Training
+from spectrain.training.losses import LossSettings
+
+
+class DFlashTraining(Eagle3Training):
+    """Trains a DFlash drafter: a token is learned at each place at which a block from one of the roots has it."""
+
+    def states(self, batch: RowBatch, captured: Tensor, first_root: int) -> Tensor:
+        drafts = drafted(self.drafter, batch.tokens, captured, self.roots_every, first_root, batch.starts)
+        return torch.stack(drafts, dim=2)
+
+
+class DFlashExperiment(Eagle3Experiment):
+    """A DFlash drafter. Its blocks are Qwen 3's, whatever the target's are."""
+
+    exports = "dflash"
+    of_config = ("unembedding", "n_layer", "block_tokens", "mask_token")
+
+    def empty(self, kept: Tensor | None) -> DFlashDrafter:
+        return DFlashDrafter(self.shape(kept), self.target)
+
+    def training(self, drafter: DFlashDrafter, is_new: bool) -> DFlashTraining:
+        own, decay = self.own, math.exp(-1 / self.own.decay_tokens)
+        loss = LossSettings(own.loss, own.omega)
+        return DFlashTraining(drafter, self.target, loss, own.optimizer, self.config.seed, own.roots_every, decay)
+
+    @cached_property
+    def before(self) -> DFlashDrafter:
+        if self.target.device.type == "meta":
+            with torch.device("cpu"):
+                config = read(Path(self.own.init), f"init={self.own.init}", self.target)[0]
+            return DFlashDrafter(DFlashConfig(**config), self.target)
+        return load(Path(self.own.init), self.target, "init")
+
+    def shape(self, kept: Tensor | None = None) -> DFlashConfig:
+        own, draft_vocab = self.own, None if kept is None else len(kept)
+        if own.init not in NEW:
+            return replace(self.before.config, draft_vocab=draft_vocab)
+        options = {name: getattr(own, name) for name in self.of_config}
+        if own.mask_token is None:
+            of_tokenizer = getattr(self.target.tokenizer, "mask_token_id", None)
+            options["mask_token"] = self.target.vocab_size - 1 if of_tokenizer is None else of_tokenizer
+        layers = self.layers_or(default_layers(self.target.n_layer, own.n_layer))
+        return DFlashConfig(self.block_shape(qk_norm=True), layers, draft_vocab=draft_vocab, **options)
+
+    def drafter(self, weights: dict[str, Tensor]) -> Drafter:
+        return DFlash(self.model(weights), draft_dtype="auto", draft_vocab="auto")
+
+    def save(self, folder: Path, weights: dict[str, Tensor]) -> None:
+        save(folder, drafter=self.model(weights), dtype=DTYPES[self.own.export_dtype])
