@@ -14,7 +14,7 @@ from torch.utils.checkpoint import checkpoint
 from spectrain.target.device import device_type
 from spectrain.target.llama import KeysValues
 
-MOST_SCORES = {"cpu": 1 << 22}  # attention scores that lie in memory at the same time
+MOST_SCORES = {"cpu": 1 << 21}  # attention scores that lie in memory at the same time
 MOST_SCORES_ELSEWHERE = 1 << 27
 
 

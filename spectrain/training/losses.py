@@ -133,51 +133,54 @@ class _ChunkedLoss(torch.autograd.Function):
     def forward(ctx, hidden, unembedding, teacher, hard, counts, settings, grad_enabled, chunk):
         needs_grad = grad_enabled and (hidden.requires_grad or unembedding.requires_grad)
         trains_unembedding = grad_enabled and unembedding.requires_grad
-        by_depth = hidden if hidden.dim() == 3 else hidden[:, None]  # [N, J, D]
+        flat, n_depths = hidden.flatten(0, -2), hidden.shape[1] if hidden.dim() == 3 else 1
         weights, kept, cut = settings.weights, teacher and teacher.kept, teacher is not None and teacher.within
-        n_positions = max(1, hidden.shape[0])
+        n_positions = max(1, len(hidden))
         n_hard = n_positions if hard is None else (hard >= 0).sum().clamp_min(1)
         if counts is not None:
             n_positions = n_hard = counts.sum().clamp_min(torch.finfo(counts.dtype).tiny)
             counts = counts.clone()
         elif cut or settings.kind == "lk":
-            counts = hidden.new_ones(by_depth.shape[:2], dtype=torch.float32)
+            counts = hidden.new_ones(hidden.shape[:-1], dtype=torch.float32)
         cast, cast_teacher = _as_computed(unembedding, hidden), None
         if teacher is not None:
             alike = teacher.unembedding is unembedding and _dtype_of(teacher.hidden) == cast.dtype
             cast_teacher = cast if alike else _as_computed(teacher.unembedding, teacher.hidden)
-        grad_hidden = torch.empty_like(by_depth) if needs_grad else None
+        grad_hidden = torch.empty_like(flat) if needs_grad else None
         grad_unembedding = torch.zeros_like(unembedding, dtype=torch.float32) if trains_unembedding else None
         cross_entropy = hidden.new_zeros((), dtype=torch.float32)
-        alphas = hidden.new_zeros(by_depth.shape[:2], dtype=torch.float32)
+        alphas = hidden.new_zeros(len(flat), dtype=torch.float32)
+        n_logits = max(n_depths * len(unembedding), len(cast_teacher) if cut else 0)
         with torch.autocast("cpu" if hidden.is_meta else hidden.device.type, enabled=False):  # all is cast here
-            for part in _parts(hidden, len(cast_teacher if cut else unembedding)):
+            for part in _parts(hidden, n_logits):
+                drafted = slice(n_depths * part.start, n_depths * part.stop)
+                states = flat[drafted].to(cast.dtype)
+                logits = states @ cast.T  # [n J, V]
                 of_teacher = None
                 if cast_teacher is not None:
                     of_teacher = teacher.hidden[part].to(cast_teacher.dtype) @ cast_teacher.T
                 if cut:
                     best, of_teacher = of_teacher.amax(-1), of_teacher[:, kept]
-                    counts[part] *= (of_teacher.amax(-1) == best)[:, None]
+                    counts[part] *= (of_teacher.amax(-1) == best).unflatten(0, (-1, *[1] * (counts.dim() - 1)))
                 labels = None if hard is None else hard[part]
-                for j in range(by_depth.shape[1]):
-                    states = by_depth[part, j].to(cast.dtype)
-                    logits = states @ cast.T  # [n, V]
-                    ce, alpha, grad_logits = chunk(
-                        logits, of_teacher, None if cut else kept, labels, weights, needs_grad
+                if n_depths > 1:
+                    of_teacher, labels = (
+                        one if one is None else one.repeat_interleave(n_depths, 0) for one in (of_teacher, labels)
                     )
-                    count = None if counts is None else counts[part, j]
-                    cross_entropy += (ce if count is None else ce * count).sum()
-                    if alpha is not None:
-                        alphas[part, j] = alpha if settings.kind != "lk" else alpha.clamp_(min=LEAST_ALPHA)
-                    if not needs_grad:
-                        continue
-                    grad_hidden[part, j] = grad_logits @ cast
-                    if count is not None:  # states are far fewer numbers than logits
-                        count = (count / alpha if settings.kind == "lk" else count)[:, None]
-                        grad_hidden[part, j] *= count
-                        states = (states * count).to(states.dtype)
-                    if trains_unembedding:
-                        grad_unembedding += grad_logits.T @ states
+                ce, alpha, grad_logits = chunk(logits, of_teacher, None if cut else kept, labels, weights, needs_grad)
+                count = None if counts is None else counts[part].flatten()
+                cross_entropy += (ce if count is None else ce * count).sum()
+                if alpha is not None:
+                    alphas[drafted] = alpha if settings.kind != "lk" else alpha.clamp_(min=LEAST_ALPHA)
+                if not needs_grad:
+                    continue
+                grad_hidden[drafted] = grad_logits @ cast
+                if count is not None:  # states are far fewer numbers than logits
+                    count = (count / alpha if settings.kind == "lk" else count)[:, None]
+                    grad_hidden[drafted] *= count
+                    states = (states * count).to(states.dtype)
+                if trains_unembedding:
+                    grad_unembedding += grad_logits.T @ states
         cross_entropy /= n_hard
         if needs_grad:
             scale = (weights[0] or weights[1]) / n_hard
@@ -185,9 +188,9 @@ class _ChunkedLoss(torch.autograd.Function):
             if trains_unembedding:
                 grad_unembedding = grad_unembedding.mul_(scale).to(unembedding.dtype)
             ctx.save_for_backward(grad_hidden.view_as(hidden), grad_unembedding)
+        alphas = alphas.view(hidden.shape[:-1])
         gained = alphas.log() if settings.kind == "lk" else alphas
         gained = gained if counts is None else gained * counts
-        alphas = alphas.view(hidden.shape[:-1])
         ctx.mark_non_differentiable(cross_entropy, alphas)
         return weights[0] * cross_entropy - weights[1] * (gained.sum() / n_positions), cross_entropy, alphas
 
