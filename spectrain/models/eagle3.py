@@ -44,6 +44,7 @@ KIND = Kind(
     method="eagle3",
     about="An EAGLE-3 drafter: one block that reads the target's states of some layers beside the embedding of each "
     "token, and its own states as it drafts.",
+    check="eagle3_check",
 )
 MOST_SCORES = {"cpu": 1 << 22}  # attention scores that lie in memory at the same time
 MOST_SCORES_ELSEWHERE = 1 << 27

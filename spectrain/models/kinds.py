@@ -30,6 +30,8 @@ class Kind:
     by_depth: bool = False  # whether the throughput model predicts what its number of blocks gains
     # The module of spectrain.exports whose `write_for_engine` writes what another engine needs of an export.
     engine: str | None = None
+    # The module of spectrain.measure whose `check` tries other readings of its folders; None: they have one reading.
+    check: str | None = None
 
 
 HEAD = Kind(

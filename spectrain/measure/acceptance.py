@@ -1,0 +1,151 @@
+"""The acceptance that is expected of a drafter, teacher forced on the target's own answers: no server, no clock.
+
+Each answer is cut into drafts of k tokens. If those before it are accepted, token i of a draft is accepted with
+probability alpha_i = sum_v min(p_v, q_v) at T = 1, so the expected tau is 1 + sum_i alpha_1 .. alpha_i. Where all is
+greedy, what is accepted on greedy answers is what decoding accepts.
+
+Letters: as in docs/design.md; k tokens of a draft, R drafts of an answer.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from spectrain.decoding import generate
+from spectrain.errors import UserError
+from spectrain.measure.statistics import Estimate, of_sums, ratio_of_sums
+from spectrain.methods.autoregressive import Autoregressive
+from spectrain.models.draft_states import DraftStates
+from spectrain.target import TargetModel
+from spectrain.terminal import stage
+
+BATCH_SIZE = 8  # questions that are answered together
+
+
+@dataclass(frozen=True)
+class Answer:
+    """A question with the target's answer, and what the target computed on both."""
+
+    tokens: Tensor  # [1, T] int64, cut to whole drafts
+    first: int  # the root of the first draft, a multiple of k
+    captured: Tensor | None  # [1, T, C, D] inputs of the target's blocks
+    p: Tensor  # [R k, V] float32: the target's distributions at T = 1 of the tokens behind `first` .. T - 1
+    likeliest: Tensor  # [R k] int64 of them
+
+
+@dataclass(frozen=True)
+class Acceptance:
+    """Sums over the drafts of each of n answers."""
+
+    alpha: np.ndarray  # [n, k]: of the probabilities by draft token
+    agreed: np.ndarray  # [n, k]: drafts whose token i is the target's likeliest
+    accepted: np.ndarray  # [n]: tokens that are accepted where all is greedy
+    drafts: np.ndarray  # [n]
+
+    def tau(self) -> Estimate:
+        return of_sums(expected_tau, *self.alpha.T, self.drafts)
+
+    def tau_greedy(self) -> Estimate:
+        return of_sums(lambda accepted, drafts: 1 + accepted / drafts, self.accepted, self.drafts)
+
+    def by_step(self, sums: np.ndarray) -> list[Estimate]:
+        """Estimate the mean of `alpha` or `agreed` for each draft token."""
+        return [ratio_of_sums(one, self.drafts) for one in sums.T]
+
+    def gain_over(self, other: Acceptance) -> Estimate:
+        """Estimate how much higher the expected tau is than another's on the same answers."""
+        k = self.alpha.shape[1]
+
+        def gain(*sums: np.ndarray) -> np.ndarray:
+            return expected_tau(*sums[:k], sums[-1]) - expected_tau(*sums[k:])
+
+        return of_sums(gain, *self.alpha.T, *other.alpha.T, self.drafts)
+
+    def first_gain_over(self, other: Acceptance) -> Estimate:
+        """Estimate how much more often the first token is accepted than another's."""
+        return of_sums(lambda own, its, n: (own - its) / n, self.alpha[:, 0], other.alpha[:, 0], self.drafts)
+
+
+def expected_tau(*sums: np.ndarray) -> np.ndarray:
+    """Return the expected tau of sums of alpha_1 .. alpha_k, and of the number of drafts behind them."""
+    *alphas, drafts = sums
+    return 1 + sum(np.cumprod([alpha / drafts for alpha in alphas], axis=0))
+
+
+def answered(
+    target: TargetModel, prompts: Sequence[Sequence[int]], max_new_tokens: int, k: int, most_s: float
+) -> list[Answer]:
+    """Let the target answer prompts greedily, and read what it captures over them.
+
+    After `most_s` seconds no more of them are asked. Answers too short for two drafts are left out.
+
+    Raises:
+        UserError: fewer than two are left, on which no interval could be computed.
+    """
+    ends, found = time.monotonic() + most_s, []
+    with stage("the target answers", len(prompts)) as advance:
+        for start in range(0, len(prompts), BATCH_SIZE):
+            if found and time.monotonic() > ends:
+                break
+            asked = prompts[start : start + BATCH_SIZE]
+            for prompt, one in zip(asked, generate(target, Autoregressive(), asked, max_new_tokens), strict=True):
+                first = -(-max(len(prompt) - 1, 2) // k) * k
+                if (n_tokens := (len(prompt) + len(one.tokens) - first) // k * k) >= 2 * k:
+                    found.append(_read(target, [*prompt, *one.tokens][: first + n_tokens], first))
+            advance(len(asked))
+    if len(found) < 2:
+        raise UserError(
+            f"{len(found)} of the answers have {2 * k} tokens or more; give more prompts, or raise max_new_tokens"
+        )
+    return found
+
+
+@torch.no_grad()
+def _read(target: TargetModel, text: Sequence[int], first: int) -> Answer:
+    tokens = torch.tensor([text], device=target.device)
+    features = target.features(tokens)
+    logits = target.logits_of(features.final_hidden[0, first:]).float()
+    return Answer(tokens, first, features.captured, logits.softmax(-1), logits.argmax(-1))
+
+
+@torch.no_grad()
+def acceptance(
+    answers: Sequence[Answer], k: int, drafted: Callable[[Answer], tuple[Tensor, Tensor | None]]
+) -> Acceptance:
+    """Compare a drafter's distributions with the target's.
+
+    Args:
+        answers: of `answered`.
+        k: tokens of a draft.
+        drafted: returns logits [R k, K] of the drafts of an answer, and the tokens [K] that they are of; None: all.
+    """
+    sums = []
+    for answer in answers:
+        logits, kept = drafted(answer)
+        p = answer.p if kept is None else answer.p[:, kept]
+        alpha = torch.minimum(p, logits.float().softmax(-1)).sum(-1).view(-1, k)
+        best = logits.argmax(-1)
+        agreed = ((best if kept is None else kept[best]) == answer.likeliest).view(-1, k).float()
+        sums.append((alpha.sum(0), agreed.sum(0), agreed.cumprod(1).sum(), torch.tensor(len(alpha))))
+    return Acceptance(*(torch.stack(list(one)).double().cpu().numpy() for one in zip(*sums, strict=True)))
+
+
+def acceptance_of_states(answers: Sequence[Answer], k: int, states: DraftStates) -> Acceptance:
+    """Compare a drafter that reads whole texts at once; one with rollouts drafts k tokens in each."""
+
+    def drafted(answer: Answer) -> tuple[Tensor, None]:
+        return states.logits(states.hidden(answer.tokens, answer.captured)[0, answer.first :]), None
+
+    return acceptance(answers, k, drafted)
+
+
+def of_frequencies(answers: Sequence[Answer], k: int) -> Acceptance:
+    """Return what a drafter gains that knows nothing but how frequent tokens are in these answers."""
+    mean = torch.cat([answer.p for answer in answers]).mean(0).log()
+    return acceptance(answers, k, lambda one: (mean.expand_as(one.p), None))
