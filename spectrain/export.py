@@ -25,12 +25,14 @@ from pathlib import Path
 from spectrain.cli import open_target
 from spectrain.config.commands import Export
 from spectrain.config.groups import Target
+from spectrain.config.values import shown
 from spectrain.errors import UserError
 from spectrain.exports.exporting import lookup_export, run_export, write_again, write_export, write_lookup
 from spectrain.models.artifacts import is_export, read_manifest
-from spectrain.models.kinds import about, module_of
+from spectrain.models.kinds import Kind, about, module_of
 from spectrain.stores.folder import locked, refuse_existing, write_folder
 from spectrain.stores.locations import BUNDLED
+from spectrain.target.loading import fetched
 from spectrain.terminal import PROMPTS, say_next, stage
 from spectrain.training.base import open_experiment
 from spectrain.training.runs import RunFolder
@@ -80,36 +82,46 @@ def of_run(options: Export) -> tuple[Path, Callable[..., None]]:
     experiment = open_experiment(
         run, partial(open_target, replace(run.config.target, parallel="none", tp=None), "cpu", has_blocks=False)
     )
-    if options.attention is not None and about(experiment.exports).engine is None:
-        raise UserError(f"attention={options.attention} is no option of {run.path}; remove it")
-    export = replace(run_export(experiment, options.weights), attention=options.attention)
+    asked = engine_options(options, about(experiment.exports), str(run.path))
+    export = replace(run_export(experiment, options.weights), for_engine=asked)
     return out, partial(write_export, export=export)
 
 
 def of_drafter(options: Export) -> tuple[Path, Callable[..., None]]:
     """Return where an exported drafter is written anew, and what fills that folder."""
-    drafter = Path(options.drafter)
+    drafter = fetched(options.drafter, "drafter")
     last = None if options.weights == "best" else options.weights
     for name, value in {"datastore": options.datastore, "export_dtype": options.export_dtype, "weights": last}.items():
         if value is not None:
             raise UserError(f"{name}={value} is nothing that drafter= takes; remove it")
-    out = Path(options.out) if options.out else EXPORTED / drafter.name
+    out = Path(options.out) if options.out else EXPORTED / Path(options.drafter).name
     if out.resolve().is_relative_to(drafter.resolve()):
         raise UserError(f"out={out} lies inside the drafter {drafter}; give a folder outside of it")
     refuse_existing(out)
     artifact = read_manifest(drafter)
     if (kind := about(artifact.kind)).engine is None:
         raise UserError(f"drafter={drafter} is a {kind.noun}, in which engines need nothing more; give another drafter")
-    target = open_target(Target(options.target.path or artifact.target, dtype="float32"), "cpu", has_blocks=False)
-    config = module_of(artifact.kind).load(drafter, target).config  # a wrong one is refused before a folder is begun
-    return out, partial(write_again, drafter=drafter, config=config, target=target, attention=options.attention)
+    asked, path = engine_options(options, kind, f"drafter={drafter}"), options.target.path or artifact.target
+    if not path:
+        raise UserError(f"drafter={drafter} does not say what it was made for; give target=<its target>")
+    target = open_target(Target(path, dtype="float32"), "cpu", has_blocks=False)
+    model = module_of(artifact.kind).load(drafter, target)  # a wrong one is refused before a folder is begun
+    return out, partial(write_again, drafter=drafter, model=model, path=path, target=target, options=asked)
+
+
+def engine_options(options: Export, kind: Kind, given: str) -> dict[str, object]:
+    """Return the options for what other engines need of a drafter. Raise UserError where its kind has none of them."""
+    asked = {name: getattr(options, name) for name in ("attention", "speculators")}
+    asked = {name: value for name, value in asked.items() if value is not None}
+    for name in asked.keys() - {*kind.engine_options}:
+        raise UserError(f"{name}={shown(asked[name])} is no option of {given}; remove it")
+    return asked
 
 
 def of_lookup(options: Export) -> tuple[Path, Callable[..., None]]:
     """Return where a lookup method is exported to, and what fills that folder."""
     method = options.method
-    if options.attention is not None:
-        raise UserError(f"attention={options.attention} is an option of drafters that vLLM runs; remove it")
+    engine_options(options, about("lookup"), "method=")
     out = Path(options.out) if options.out else EXPORTED / method["_target_"].split(".")[-2]
     refuse_existing(out)
     export = lookup_export(method, options.datastore, options.target.path or BUNDLED)

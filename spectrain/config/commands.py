@@ -262,7 +262,9 @@ class Export:
     """Write a run, or a lookup method, as a folder for other engines."""
 
     run: FilePath | None = option(None, "folder of a run, finished or not")
-    drafter: FilePath | None = option(None, "an exported drafter in place of a run, to be written anew for vLLM")
+    drafter: FilePath | None = option(
+        None, "in place of a run: an exported drafter, or another project's, written anew"
+    )
     weights: Literal["best", "last"] = option("best", "last: those of the newest checkpoint")
     export_dtype: Literal["bfloat16", "float32"] | None = option(
         None, "where its training has this option, too; null: as that exports it"
@@ -270,6 +272,7 @@ class Export:
     attention: Literal["stock", "exact"] | None = option(
         None, "in vLLM; stock: vLLM's own; exact: as trained; null: stock"
     )
+    speculators: bool | None = option(None, "true: an EAGLE-3 drafter is written in the format of speculators, too")
     method: dict[str, Any] | None = option(None, "a lookup method in place of a run; its options are method.*")
     target: Named = group(Named)
     datastore: FilePath | None = option(None, "of a lookup method; null: the largest that fits")

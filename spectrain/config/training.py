@@ -129,7 +129,7 @@ class Workload:
 
 @dataclass
 class Train:
-    """Train a drafter (+exp=spire, +exp=vanilla), an acceptance head (+exp=specdecpp), or a target (+exp=target)."""
+    """Train a drafter (+exp=spire, eagle3, vanilla), an acceptance head (+exp=specdecpp), or a target (+exp=target)."""
 
     kind: str = ""  # +exp= sets it
     experiment: dict[str, Any] = group(dict)
@@ -210,6 +210,47 @@ class Spire:
 
 
 @dataclass
+class Eagle3:
+    """An EAGLE-3 drafter."""
+
+    kind: str = "eagle3"
+    experiment: dict[str, Any] = always({"_target_": "spectrain.training.eagle3.Eagle3Experiment"})
+    max_steps: Whole | None = option(None, "optimizer steps; null: as tokens_per_parameter says")
+    tokens_per_parameter: Positive = option(0.9, "tokens per trained parameter, but at most ten passes over the text")
+    ttt_steps: Whole = option(4, "drafted tokens of each draft that it is trained on, its k [7]")
+    roots_every: Whole = option(
+        1,
+        "drafts begin at every so many-th token [1: each token is learned at every depth]; ttt_steps: each at one depth"
+        " in an epoch, and a step takes a fraction of the time",
+    )
+    window_tokens: Whole | None = option(None, "positions that are seen, up to the token's own; null: all [null]")
+    target_layers: list[Count] | None = option(
+        None, "blocks of the target whose inputs are read; null: 2, the middle one, and the third last [null]"
+    )
+    intermediate_size: Whole | None = option(None, "width of its MLP; null: the target's [null]")
+    norm_before_residual: bool = option(False, "true: the residual stream begins with the normed state [false]")
+    norm_before_fc: bool = option(False, "true: one norm over the target's states together [false]")
+    fc_norm: bool = option(False, "true: a norm for each of the target's states [false; EAGLE-3.1: true]")
+    norm_output: bool = option(False, "true: the next token reads the normed state [false; EAGLE-3.1: true]")
+    init: FilePath = option("random", "random, or an EAGLE-3 drafter that is trained further, also another project's")
+    unembedding: Literal["trained", "target"] = option(
+        "trained", "trained: it begins as the target's rows of the tokens that it can draft; target: they stay so"
+    )
+    draft_vocab: Whole | Literal["auto"] | None = option(
+        "auto", "tokens that it can draft, the most frequent of what is learned; auto: those of 99.5 % of it; null: all"
+    )
+    loss: Literal["soft", "mixed", "distill", "tv", "hard"] = option(
+        "soft",
+        "soft: cross-entropy within the draft vocabulary, but where the target's most likely token is outside [soft]; "
+        "distill: there, too; mixed: as +exp=spire; tv: total variation; hard: the text's tokens",
+    )
+    omega: Part = option(0.5, "share of the cross-entropy in the mixed loss")
+    decay: Annotated[Part, Gt(0)] = option(0.8, "weight of a drafted token over the one before it [0.8]")
+    export_dtype: Literal["bfloat16", "float32"] = option("bfloat16", "of the exported weights")
+    optimizer: Optimizer = always(Optimizer())
+
+
+@dataclass
 class Vanilla:
     """An ordinary Llama with half the layers and half the width, trained by cross-entropy on the data."""
 
@@ -269,4 +310,4 @@ class Scratch:
 
 
 SUGGESTED = "spire"  # the drafter that commands tell users to train, and the method of `generate` for it
-EXPERIMENTS = {"spire": Spire, "vanilla": Vanilla, "specdecpp": Head, "target": Scratch}
+EXPERIMENTS = {"spire": Spire, "eagle3": Eagle3, "vanilla": Vanilla, "specdecpp": Head, "target": Scratch}

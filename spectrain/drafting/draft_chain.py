@@ -100,7 +100,7 @@ class ChainDrafter(CountingDrafter):
                 logits, state = read(i if is_first else i + width, tokens, positions, state)
                 if stop is not None:
                     if i or not is_first:
-                        rule, ended = stop.read(tuple(rule), drafted, state)
+                        rule, ended = stop.read(tuple(rule), drafted, self.hidden(state))
                         going = _but(going, ended)
                     going = _but(going, stop.before(drafted, logits))
                 token, q = sampling.draw(logits, None if numbers is None else numbers[:, i])
@@ -138,6 +138,10 @@ class ChainDrafter(CountingDrafter):
         if numbers is not None:
             uniforms.skip(drafted, n_drawn)
         return torch.cat(found, dim=1), probs or None, drafted
+
+    def hidden(self, state: Tensor) -> Tensor:
+        """Return what stop rules read of states [n, D]: the inputs of the unembedding."""
+        return state
 
     @abstractmethod
     def draft(self, context: Context, gamma: int) -> DraftTree:

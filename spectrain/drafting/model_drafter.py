@@ -22,7 +22,7 @@ from spectrain.drafting.budget import AUTO, ChainBudget
 from spectrain.drafting.draft_chain import ChainDrafter, Chains, DraftStep, cut, draft_chain, limits
 from spectrain.drafting.runtime import DraftRuntime
 from spectrain.drafting.stopping import StopRule
-from spectrain.drafting.window_keys import WindowKeys
+from spectrain.drafting.window_keys import WindowKeys, kind_of_keys
 from spectrain.errors import UserError, check_whole
 from spectrain.kernels import padded
 from spectrain.models.drafter_model import DrafterModel
@@ -32,6 +32,7 @@ from spectrain.target.lean import fused_kernels
 from spectrain.target.weights import for_drafting, version
 
 PATHS = (8, 32, 128)  # nodes of accepted paths, whose memories are written at once
+MOST_MISSED = 64  # steps without drafting whose states wait for the next draft
 FEW_TOKENS = 8192  # that are drafted on a CPU, where a draft step takes as long as reading its weights does
 
 
@@ -119,19 +120,21 @@ class ModelDrafter(ChainDrafter):
                 f"not {target.vocab_size} and {target.config.hidden_size}; train one for this target"
             )
         drafter = self.drafter = self.for_target(target)
-        if self.runtime is not None and self.runtime.fits(drafter, self.gamma, cache.max_rows):
+        kind, ring_tokens = kind_of_keys(drafter.config, self.gamma, cache.capacity)
+        if self.runtime is not None and self.runtime.fits(drafter, kind, ring_tokens, cache.max_rows):
             self.keys.clear()
         else:
             if self.runtime is not None and target.graphs is not None:
                 target.graphs.forget(self.keys.storage)
             like = drafter.norm.weight
-            keys = WindowKeys(drafter.config, drafter.config.n_layer, like, self.gamma, cache.max_rows, self.tree_nodes)
+            sizes = ring_tokens, cache.max_rows, self.tree_nodes
+            keys = kind(drafter.config, drafter.config.n_layer, like, *sizes)
             self.runtime = DraftRuntime(drafter, keys)
         self.runtime.graphs = target.graphs
         self.runtime.kernels = fused_kernels(shape, target.device) if target.fuses else None
         self._prompts: list[PendingStates] = []
         self._missed: deque[PendingStates] = deque()  # of steps without this method
-        # [rows, D] the target's state before each root. `state` [n, D] is the one before the token that is read next.
+        # [rows, D] what each root reads of the target's state before it. `state` [n, D] is the one before the token that is read next.
         self.finals = self.drafter.norm.weight.new_zeros(cache.max_rows, shape.hidden_size)
 
     def share(self, other: ModelDrafter) -> None:
@@ -156,12 +159,13 @@ class ModelDrafter(ChainDrafter):
         trained, n_tokens, ready = self.trained, self.draft_vocab, {}
         if n_tokens == AUTO:
             n_tokens = FEW_TOKENS if target.device.type == "cpu" else None
+            if trained.kept is not None and bool((trained.kept.diff() > 0).all()):  # others' order says nothing
+                n_tokens = None
         if trained.kept is not None:
             trained = trained.held_to(n_tokens)
         own = for_drafting(trained, self.draft_dtype, target.device, target.dtype)
         if not hasattr(trained, "embed_tokens"):
-            table = trained.input_table().to(own.norm.weight.dtype)
-            ready["embed_tokens"] = nn.Embedding.from_pretrained(table)
+            ready["embed_tokens"] = nn.Embedding.from_pretrained(trained.input_table(own.norm.weight.dtype))
         if not hasattr(trained, "lm_head"):
             layer = trained.tables.unembedding_layer(trained.kept)
             ready["lm_head"] = for_drafting(layer, self.draft_dtype, target.device, layer.weight.dtype)
@@ -179,16 +183,16 @@ class ModelDrafter(ChainDrafter):
         self.keys.join(rows)
         lengths, captured = context.lengths[rows.start : rows.stop] - 1, output.captured  # of the prompts
         kept = self.keys.kept(lengths)
-        if not torch.equal(output.positions, kept):  # another method wanted to read more of the prompts
+        if output.positions.shape != kept.shape or not ((output.positions == kept) | (kept < 0)).all():  # another method wanted to read more of the prompts
             places = (kept[:, :, None] == output.positions[:, None]).long().argmax(dim=-1)
             captured = captured.gather(1, places[:, :, None, None].expand(-1, -1, *captured.shape[2:]))
         # Their memories are made when something is drafted: many methods share a generation, and not all of them draft.
         self._prompts.append(PendingStates(captured, kept, [-1] * rows.start + [*range(len(rows))]))
 
     def draft(self, context: Context, gamma: int) -> DraftTree:
-        self._catch_up()
+        self._catch_up(context)
         self.read_context(context)
-        roots = context.lengths - 1  # [n] positions
+        roots = self._roots(context)
         self.state = self.finals[: context.n_rows]
         if (whole := self._shortest_way(context)) is not None:
             longest, ragged = limits(context, gamma)
@@ -213,24 +217,28 @@ class ModelDrafter(ChainDrafter):
             path = F.pad(path, (0, padded(path.shape[1], PATHS) - path.shape[1]), value=-1)
         if not tree.is_chain or self.runtime.graphs is not None:
             captured, positions = _along(path, captured, positions)
-        self.runtime.keep(captured, positions, path, verified.accepted)
+        following, accepted = None, verified.accepted
+        if self.drafter.pairs:
+            tokens = tree.tokens.gather(1, path.clamp_min(0))
+            following = tokens.roll(-1, 1).scatter_(1, accepted[:, None], verified.bonus[:, None])
+        states = self.runtime.keep(captured, positions, path, accepted, following)
         if self.drafter.config.previous_state:
-            self.finals[: context.n_rows] = _at(captured[:, :, -1], verified.accepted)
+            self.finals[: context.n_rows] = _at(states, accepted)
 
     def read_roots(self, context: Context) -> Tensor:
-        self._catch_up()
+        self._catch_up(context)
         self.read_context(context)
         self.state = self.finals[: context.n_rows, None]
         return self.read_nodes(context, DraftTree.root_only(context.roots), 1)[:, 0]
 
     def read_nodes(self, context: Context, tree: DraftTree, n_new: int) -> Tensor:
         n_nodes = tree.shape[1]
-        depth, tokens = tree.depth, tree.tokens[:, -n_new:]
-        positions = (context.lengths[:, None] - 1 + depth)[:, -n_new:]
+        tokens, roots = tree.tokens[:, -n_new:], self._roots(context)
+        positions = (roots[:, None] + tree.depth)[:, -n_new:]
         parents = tree.parents[:, -n_new:].clamp_min(0)
         above = self.state.gather(1, parents[:, :, None].expand(-1, -1, self.state.shape[2]))
-        seen, slots = self.keys.read_by(tree, context.lengths - 1, n_new)
-        logits, states = self.runtime.read(tokens, positions, slots, seen, above)
+        seen, slots, lengths = self.keys.read_by(tree, roots, n_new)
+        logits, states = self.runtime.read(tokens, positions, slots, seen, above, lengths)
         self.state = states if n_nodes == n_new else torch.cat([self.state, states], dim=1)
         return logits
 
@@ -256,37 +264,41 @@ class ModelDrafter(ChainDrafter):
         elif self.runtime.graphs is not None:  # whose outputs the next step overwrites
             captured, positions = captured.clone(), positions.clone()
         config = self.drafter.config
-        if len(self._missed) == config.window_tokens:
+        if len(self._missed) == min(config.window_tokens, MOST_MISSED):
             of = [n for n, own in zip(context.n_tokens, self._missed[0].of, strict=True) if own >= 0]
-            if min(of) > config.sink_tokens + config.window_tokens:
+            if config.window_tokens <= MOST_MISSED and min(of) > config.sink_tokens + config.window_tokens:
                 self._missed.popleft()  # it is no sink, and no window reaches back to it
             else:
-                self._catch_up()
+                self._catch_up(context)
         self._missed.append(PendingStates(captured, positions, [*range(context.n_rows)]))
 
     def resume(self, context: Context, emitted: Sequence[Sequence[int]]) -> None:
-        self._catch_up()
+        self._catch_up(context)
 
-    def _catch_up(self) -> None:
+    def _catch_up(self, context: Context) -> None:
         """Keep the memories of prompts, and of tokens that were decoded without this method."""
         for prompts in self._prompts:
-            self._remember(*prompts.by_row(prompts.rows), prompts.rows)
+            self._remember(context, *prompts.by_row(prompts.rows), prompts.rows)
         self._prompts.clear()
         if self._missed:
             rows = slice(0, len(self._missed[0].of))
             parts = [missed.by_row(rows) for missed in self._missed]
             self._missed.clear()
-            self._remember(*(torch.cat(values, dim=1) for values in zip(*parts, strict=True)), rows)
+            self._remember(context, *(torch.cat(values, dim=1) for values in zip(*parts, strict=True)), rows)
 
-    def _remember(self, captured: Tensor, positions: Tensor, rows: slice) -> None:
+    def _remember(self, context: Context, captured: Tensor, positions: Tensor, rows: slice) -> None:
         """Keep the memories of states [n, P, C, D] of some rows at positions [n, P], -1 for none."""
         last = positions.amax(1, keepdim=True)
         # A slot is written once: what no window reaches any more is left out.
         gone = (positions <= last - self.keys.ring_tokens) & (positions >= self.drafter.config.sink_tokens)
         positions = positions.masked_fill(gone, -1)
-        self.runtime.remember(captured, positions, rows)
+        following = None
+        if self.drafter.pairs:
+            tokens = to_device(context.tokens[rows], positions.device)
+            following = tokens.gather(1, (positions + 1).clamp_max(tokens.shape[1] - 1))
+        states = self.runtime.remember(captured, positions, rows, following)
         if self.drafter.config.previous_state:
-            finals = _at(captured[:, :, -1], positions.argmax(1))
+            finals = _at(states, positions.argmax(1))
             self.finals[rows] = torch.where(last >= 0, finals, self.finals[rows])
 
     def free(self, row: int) -> None:
@@ -315,7 +327,7 @@ class ModelDrafter(ChainDrafter):
             numbers = uniforms.next(self.gamma) if ends else uniforms.take(n_steps, lengths)
         if ends:
             program.ends.begin(n_steps if lengths is None else lengths, context.stop_ids)
-        tokens, probs, ended = program.draft(context.roots, context.lengths - 1, self.state, numbers)
+        tokens, probs, ended = program.draft(context.roots, self._roots(context), self.state, numbers)
         if ends and not greedy:
             uniforms.skip(ended, self.gamma)
         return tokens, probs, ended if ends else lengths
@@ -324,14 +336,21 @@ class ModelDrafter(ChainDrafter):
         def read(i: int, tokens: Tensor, positions: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
             return self.runtime.one(tokens[:, 0], positions, state)
 
-        starts = context.roots[:, None], context.lengths - 1, self.state
+        starts = context.roots[:, None], self._roots(context), self.state
         key = "chain", self.keys.storage
         return self.replayed(self.runtime.graphs, key, read, context, n_steps, lengths, *starts)
 
     def _next(self, tokens: Tensor, positions: Tensor) -> DraftStep:
         """Read one token per row, [n], at positions [n]."""
         logits, self.state = self.runtime.next(tokens, positions, self.state)
-        return DraftStep(logits, self.state)
+        return DraftStep(logits, self.hidden(self.state))
+
+    def hidden(self, state: Tensor) -> Tensor:
+        return self.drafter.unembedded(state)
+
+    def _roots(self, context: Context) -> Tensor:
+        """Return the positions [n] of the rows' roots, as the drafter counts them."""
+        return context.lengths - (2 if self.drafter.pairs else 1)
 
 
 def _along(path: Tensor, captured: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:

@@ -52,17 +52,23 @@ class DraftRuntime:
 
     def one(self, tokens: Tensor, positions: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
         """Compute `next` without a graph around it."""
-        slots = self.keys.claim(positions[:, None], slice(0, len(tokens)))
-        nodes = tokens[:, None], positions[:, None], slots, self.keys.seen_by(positions)[:, None], state[:, None]
+        seen, slots, lengths = self.keys.read_one(positions)
+        nodes = tokens[:, None], positions[:, None], slots, seen, state[:, None]
         if self.compiles:
-            logits, states = self.read(*nodes)
+            logits, states = self.read(*nodes, lengths)
             logits = logits.clone()  # the next call may overwrite them
         else:
-            logits, states = self._read(*nodes)
+            logits, states = self._read(*nodes, lengths)
         return self.model.spread(logits[:, 0]), states[:, 0]
 
     def read(
-        self, tokens: Tensor, positions: Tensor, slots: Tensor, seen: Tensor, above: Tensor
+        self,
+        tokens: Tensor,
+        positions: Tensor,
+        slots: Tensor,
+        seen: Tensor,
+        above: Tensor,
+        lengths: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
         """Read m nodes of each row, which do not see each other, and store what later nodes see of them.
 
@@ -72,16 +78,17 @@ class DraftRuntime:
             slots: [n, m] int64, where their own K/V go, and then those of their memories.
             seen: [n, m, S] bool, the slots that each node sees; its own one, where it sees itself.
             above: [n, m, D] final states of their parents, which not every drafter reads.
+            lengths: [n] int64, slots before those S that all nodes see; None: none.
 
         Returns:
             Logits [n, m, K], which the next call may overwrite, and final states [n, m, D].
         """
         if self.compiles and tokens.numel() <= MOST_TOKENS:
             made = self._programs.get(tokens.shape, lambda: NodesProgram(self.model, self.keys, *tokens.shape))
-            return made.read(tokens, positions, slots, seen, above)
+            return made.read(tokens, positions, slots, seen, above, lengths)
+        inputs = tokens, positions, slots, seen, above, *([] if lengths is None else [lengths])
         if self.graphs is None:
-            return self._read(tokens, positions, slots, seen, above)
-        inputs = tokens, positions, slots, seen, above
+            return self._read(*inputs)
         logits, states = self.graphs.run(("nodes", self.keys.storage), self._read, *inputs)
         return logits, states.clone()  # the next nodes may be as many, and overwrite them
 
@@ -92,57 +99,75 @@ class DraftRuntime:
         program.options.copy_(sampling.options)
         return program
 
-    def keep(self, captured: Tensor, positions: Tensor, path: Tensor, accepted: Tensor) -> None:
+    def keep(
+        self, captured: Tensor, positions: Tensor, path: Tensor, accepted: Tensor, following: Tensor | None
+    ) -> Tensor:
         """Store the memories of states [n, A, C, D] at positions [n, A] of accepted paths [n, A], which end with -1.
 
-        `accepted` [n] int64 are the nodes of the paths behind their roots.
+        `accepted` [n] int64 are the nodes of the paths behind their roots. For `following` [n, A], and what is
+        returned, [n, A, D], which the next call may overwrite, see `DrafterModel.read_target`.
         """
         if self.compiles:
             size = positions.shape
             made = self._programs.get(("keep", *size), lambda: MemoryProgram(self.model, self.keys, *size))
-            made.write(captured, positions, accepted)
-        elif self.graphs is None:
-            self._keep(captured, positions, path)
-        else:
-            self.graphs.run(("memories", self.keys.storage), self._keep, captured, positions, path)
+            return made.write(captured, positions, accepted, following)
+        inputs = captured, positions, path, *([] if following is None else [following])
+        if self.graphs is None:
+            return self._keep(*inputs)
+        return self.graphs.run(("memories", self.keys.storage), self._keep, *inputs)
 
-    def _keep(self, captured: Tensor, positions: Tensor, path: Tensor) -> None:
-        self.remember(captured, positions.masked_fill(path < 0, -1), slice(0, len(path)))
+    def _keep(self, captured: Tensor, positions: Tensor, path: Tensor, following: Tensor | None = None) -> Tensor:
+        return self.remember(captured, positions.masked_fill(path < 0, -1), slice(0, len(path)), following)
 
-    def remember(self, captured: Tensor, positions: Tensor, rows: slice) -> None:
+    def remember(self, captured: Tensor, positions: Tensor, rows: slice, following: Tensor | None) -> Tensor:
         """Store the memories of states [n, P, C, D] of some rows at positions [n, P]; those at -1 are thrown away.
 
-        A block's memories are the inputs of the target's block that it was copied from.
+        For `following` [n, P], and what is returned, [n, P, D], see `DrafterModel.read_target`.
         """
         rope = self.model.rope(positions.clamp_min(0))
+        memories, states = self.model.read_target(captured, following)
         projected = [
-            block.keys_values(captured[:, :, i].to(block.input_norm.weight.dtype), rope)
-            for i, block in enumerate(self.model.blocks)
+            block.keys_values(memory.to(block.input_norm.weight.dtype), rope)
+            for block, memory in zip(self.model.blocks, memories, strict=True)
         ]
         self.keys.write(projected, positions, rows)
+        return states
 
     def _read(
-        self, tokens: Tensor, positions: Tensor, slots: Tensor, seen: Tensor, above: Tensor
+        self,
+        tokens: Tensor,
+        positions: Tensor,
+        slots: Tensor,
+        seen: Tensor,
+        above: Tensor,
+        lengths: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
         x = self.model.joined(self.model.embed(tokens), above)
         if self.kernels is not None:
-            return self._fused(x, positions, slots, seen)
-        n_rows, past = len(tokens), self.keys.all_of(len(tokens))
+            return self._fused(x, positions, slots, seen, lengths)
+        past, seen = self.keys.context(seen, lengths)
         own = torch.diag_embed(seen.gather(2, slots[:, :, None])[..., 0])  # [n, m, m]
         seen = seen.scatter(2, slots[:, :, None], False)  # a node's own keys are not in its slot yet
         mask = additive(torch.cat([seen, own], dim=2)[:, None], self.model.norm.weight.dtype)
         states, memories = self.model.step(x, self.model.rope(positions), past, mask)
-        self.keys.put(memories, slots, slice(0, n_rows))
+        self.keys.put(memories, slots, slice(0, len(tokens)))
         return self.model.kept_logits(states), states
 
-    def _fused(self, x: Tensor, positions: Tensor, slots: Tensor, seen: Tensor) -> tuple[Tensor, Tensor]:
+    def _fused(
+        self, x: Tensor, positions: Tensor, slots: Tensor, seen: Tensor, lengths: Tensor | None
+    ) -> tuple[Tensor, Tensor]:
         """Compute `_read` of inputs x [n, m, D] by our own kernels on a GPU."""
         model, fused, stores = self.model, self.kernels, self.keys.all_of(len(x))
-        nodes = Nodes(torch.zeros_like(positions[:, 0]), seen.contiguous())
+        nodes = Nodes(torch.zeros_like(positions[:, 0]) if lengths is None else lengths, seen.contiguous())
         step = fused.Step(model.rope, positions.contiguous(), slots.contiguous(), nodes)
         part, added, states = x.flatten(0, 1), None, []
         for block, store in zip(model.blocks, stores, strict=True):
-            part, attended = step.attend(block, part, added, store.keys, store.values)
+            if model.pairs:
+                joined = fused.linear(block.qkv, block.normed(part))
+                attended = step.attended(block, joined, store.keys, store.values)
+                part = block.residual(part).contiguous()
+            else:
+                part, attended = step.attend(block, part, added, store.keys, store.values)
             states.append(part[None])
             part, added = fused.after_attention(block, part, attended)
         part, final = fused.normed(model.norm, part, added)
@@ -150,14 +175,15 @@ class DraftRuntime:
             memories = model.memories([*states, part[None]])
             for block, store, memory in zip(model.blocks, stores, memories, strict=True):
                 step.remember(block, memory[0], store.keys, store.values)
-        final = final.view_as(x)
-        return fused.linear(model.lm_head, final), final
+        final, part = (one.view(*positions.shape, -1) for one in (final, part))
+        logits = fused.linear(model.lm_head, final)
+        return logits, final if model.normed_states else part
 
-    def fits(self, model: DrafterModel, gamma: int, max_rows: int) -> bool:
-        """Whether it can go on for chains of so many tokens; a method always reads trees of equally many nodes."""
-        ring_tokens = self.keys.window.window_tokens + gamma
-        sizes = self.keys.ring_tokens, len(self.keys.positions)
-        return self.model is model and sizes == (ring_tokens, max_rows)
+    def fits(self, model: DrafterModel, kind: type[WindowKeys], ring_tokens: int, max_rows: int) -> bool:
+        """Whether it can go on with such keys; a method always reads trees of equally many nodes."""
+        keys = self.keys
+        is_long_enough = type(keys) is kind and keys.ring_tokens >= ring_tokens
+        return self.model is model and is_long_enough and len(keys.positions) == max_rows
 
 
 class StepProgram(DecoderProgram):
@@ -171,35 +197,43 @@ class StepProgram(DecoderProgram):
         super().__init__(shape, n_rows, n_nodes)
         self.final = self.floats(len(self.x), shape.hidden_size)
         self.states = self.floats(len(model.blocks) + 1, *self.final.shape)
+        self.last = self.states[-1]
+        self.previous = self.final if model.normed_states else self.last  # what the next token reads of this one
         self.n_draft = model.config.draft_vocab or shape.vocab_size
         self.logits = self.floats(len(self.x), self.n_draft)
 
-    def step(self, previous: Tensor | None, is_last: bool, seen: Tensor | None = None) -> None:
-        """Append a step.
+    def step(self, is_last: bool, seen: Tensor | None = None) -> None:
+        """Append a step, behind which `previous` [B m, D] holds final states. It reads those of the token before.
 
         Args:
-            previous: [B m, D] final states one token earlier, which the input does not hold yet.
             is_last: of a chain, whose last token has memories that are never read.
             seen: [B, m, S] bool, the slots that each node sees, where `slots` says which are their own; None: the ring
-                says both.
+                says both, or in whole texts the position does.
         """
         model, keys, config, added = self.model, self.keys, self.model.config, None
-        if previous is not None:
-            self.linear(previous, model.previous, self.added)
+        if config.previous_state and not model.pairs:
+            self.linear(self.previous, model.previous, self.added)
             added = self.added
         d, n_slots, m = config.shape.hidden_size, keys.positions.shape[1], len(self.x)
-        if seen is None:
+        if seen is None and keys.is_whole:
+            seen = self.hold(torch.ones(1, 1, 1, dtype=torch.bool))
+            self.slots = self.lengths = self.positions
+        elif seen is None:
             seen = self.hold(torch.zeros(m, 1, n_slots, dtype=torch.bool))
             ring = config.window_tokens, config.sink_tokens, keys.ring_tokens, config.own_key
             self.goes_on(self.window(keys.positions, seen, *ring))
         self.rope_angles(model.rope)
         self.x = self.states[0]
         for i, (block, store) in enumerate(zip(model.blocks, keys.stores, strict=True)):
-            self.norm(self.states[i], added, block.input_norm.weight, self.normed)
-            self.goes_on(self.copy(self.states[i], self.states[i + 1]))
-            self.linear(self.normed, block.qkv, self.qkv)
+            if model.pairs:
+                self.linear(block.append_normed(self, self.x, self.previous), block.qkv, self.qkv)
+                block.append_residual(self, self.previous, self.last)
+            else:
+                self.norm(self.states[i], added, block.input_norm.weight, self.normed)
+                self.goes_on(self.copy(self.states[i], self.states[i + 1]))
+                self.linear(self.normed, block.qkv, self.qkv)
             self.split(block, store.keys, store.values)
-            self.attend_to(store.keys, store.values, seen, n_slots)
+            self.attend_to(store.keys, store.values, seen, seen.shape[2])
             self.x = self.states[i + 1]
             self.mlp(block)
             added = self.added
@@ -219,22 +253,30 @@ class NodesProgram(StepProgram):
 
     def __init__(self, model: DrafterModel, keys: WindowKeys, n_rows: int, n_nodes: int) -> None:
         super().__init__(model, keys, n_rows, n_nodes)
-        self.seen = self.hold(torch.zeros(n_rows, n_nodes, keys.positions.shape[1], dtype=torch.bool))
-        self.previous = self.floats(*self.final.shape) if model.config.previous_state else None
+        n_marks = keys.n_marks if keys.is_whole else keys.positions.shape[1]
+        self.seen = self.hold(torch.zeros(n_rows, n_nodes, n_marks, dtype=torch.bool))
         self.embed(model.embed_tokens.weight, self.states[0])
-        self.step(self.previous, is_last=False, seen=self.seen)
+        self.step(is_last=False, seen=self.seen)
         self.finish()
 
     def read(
-        self, tokens: Tensor, positions: Tensor, slots: Tensor, seen: Tensor, previous: Tensor
+        self,
+        tokens: Tensor,
+        positions: Tensor,
+        slots: Tensor,
+        seen: Tensor,
+        previous: Tensor,
+        lengths: Tensor | None,
     ) -> tuple[Tensor, Tensor]:
         """Return logits [B, m, K], which the next call overwrites, and final states [B, m, D]; see `read` above."""
         for own, given in ((self.tokens, tokens), (self.positions, positions), (self.slots, slots), (self.seen, seen)):
             own.copy_(given)
-        if self.previous is not None:
+        if lengths is not None:
+            self.lengths.copy_(lengths)
+        if self.model.config.previous_state:
             self.previous.copy_(previous.flatten(0, 1))
         self.run()
-        return self.logits.view(*tokens.shape, -1), self.final.view(*tokens.shape, -1).clone()
+        return self.logits.view(*tokens.shape, -1), self.previous.view(*tokens.shape, -1).clone()
 
 
 class ChainProgram(StepProgram):
@@ -265,13 +307,10 @@ class ChainProgram(StepProgram):
         self.drafted = self.hold(torch.zeros(n_rows, n_steps, dtype=torch.int64))
         following = self.tokens, self.positions
         self.numbers = self.hold(torch.zeros(n_rows, n_steps, dtype=torch.int64 if by_noise else torch.float32))
-        reads_states = model.config.previous_state
-        previous = self.previous = self.floats(n_rows, model.config.shape.hidden_size) if reads_states else None
         self.ends = None if stop is None else DraftEnds(self, stop, n_rows)
         for i in range(n_steps):
             self.embed(model.embed_tokens.weight, self.states[0])
-            self.step(previous, is_last=i == n_steps - 1)
-            previous = self.final if reads_states else None
+            self.step(is_last=i == n_steps - 1)
             if stop is not None:
                 self.ends.read(i, self.final, self.logits)
             if by_noise is None:
@@ -303,7 +342,7 @@ class ChainProgram(StepProgram):
         """
         self.tokens.copy_(roots[:, None])
         self.positions.copy_(positions[:, None])
-        if self.previous is not None:
+        if self.model.config.previous_state:
             self.previous.copy_(previous)
         n_rows, n_steps = self.drafted.shape
         q, drawn = None, self.draws
@@ -328,19 +367,37 @@ class MemoryProgram(DecoderProgram):
         config = model.config
         super().__init__(config.shape, n_rows, n_nodes)
         self.accepted = self.hold(torch.zeros(n_rows, dtype=torch.int64))
-        self.keep(keys.positions, self.accepted, config.sink_tokens, keys.ring_tokens)
+        if keys.is_whole:
+            self.slots = self.positions  # also of nodes that were not accepted: nothing sees them
+        else:
+            self.keep(keys.positions, self.accepted, config.sink_tokens, keys.ring_tokens)
         self.rope_angles(model.rope)
-        self.inputs = []
+        self.inputs, self.fused = [], None
+        if model.pairs:
+            self.captured = self.floats(len(self.x), len(config.captured_layers) * config.shape.hidden_size)
+            self.fused = model.append_fused(self, self.captured)
+            self.embed(model.embed_tokens.weight, self.x)
         for block, store in zip(model.blocks, keys.stores, strict=True):
-            self.inputs.append(self.norm(self.x, None, block.input_norm.weight, self.normed))
-            self.remember(block, self.normed, store.keys, store.values)
+            normed = self.normed
+            if model.pairs:
+                normed = block.append_normed(self, self.x, self.fused)
+            else:
+                self.inputs.append(self.norm(self.x, None, block.input_norm.weight, normed))
+            self.remember(block, normed, store.keys, store.values)
         self.finish()
 
-    def write(self, captured: Tensor, positions: Tensor, accepted: Tensor) -> None:
-        """Of states [B, n, C, D] at positions [B, n], keep those of the root and of accepted [B] nodes."""
+    def write(self, captured: Tensor, positions: Tensor, accepted: Tensor, following: Tensor | None) -> Tensor:
+        """Of states [B, n, C, D] at positions [B, n], keep those of the root and of accepted [B] nodes.
+
+        Return what the next token reads as the state before it, [B, n, D]; see `DrafterModel.read_target`.
+        """
         states = [captured[:, :, i].contiguous() for i in range(len(self.inputs))]
         for place, one in zip(self.inputs, states, strict=True):
             self.point(place, 1, one)
         self.positions.copy_(positions)
         self.accepted.copy_(accepted)
+        if self.fused is not None:
+            self.captured.view(captured.shape).copy_(captured)
+            self.tokens.copy_(following)
         self.run()
+        return captured[:, :, -1] if self.fused is None else self.fused.view(*positions.shape, -1)

@@ -1,10 +1,11 @@
-"""Where a drafter of our own blocks keeps the keys and values of each row."""
+"""Where a drafter of our own blocks keeps the keys and values of each row: those of a window, or of the whole text."""
 
 from __future__ import annotations
 
 from typing import Protocol
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from spectrain.kernels import unique
@@ -35,16 +36,17 @@ class WindowKeys:
         window: which positions are seen.
         n_blocks: of the drafter.
         like: a tensor of the device and the dtype of keys and values.
-        gamma: most tokens of a chain.
+        ring_tokens: positions behind the sinks that have a slot, those of the window and of a chain.
         max_rows: of a batch.
         tree_nodes: most nodes of a tree that are read, the root included; 0: chains only.
     """
 
+    is_whole = False  # whether all of a text is kept, see `WholeKeys`
+
     def __init__(
-        self, window: Window, n_blocks: int, like: Tensor, gamma: int, max_rows: int, tree_nodes: int = 0
+        self, window: Window, n_blocks: int, like: Tensor, ring_tokens: int, max_rows: int, tree_nodes: int = 0
     ) -> None:
-        self.window, shape = window, window.shape
-        self.ring_tokens = window.window_tokens + gamma
+        self.window, self.ring_tokens, shape = window, ring_tokens, window.shape
         self.first_node = window.sink_tokens + self.ring_tokens  # the slot of a tree's root
         n_slots = self.first_node + tree_nodes + 1
         size = (max_rows, shape.n_kv_head, n_slots, shape.head_dim)
@@ -100,8 +102,20 @@ class WindowKeys:
         """All slots of the first rows."""
         return [KeysValues(store.keys[:n_rows], store.values[:n_rows]) for store in self.stores]
 
-    def read_by(self, tree: DraftTree, roots: Tensor, n_new: int) -> tuple[Tensor, Tensor]:
-        """Which slots the last n_new nodes of each row's tree see, [n, n_new, S] bool, and their own, [n, n_new].
+    def context(self, seen: Tensor, lengths: Tensor | None) -> tuple[list[KeysValues], Tensor]:
+        """Return slots [n, K, S, E] of the rows by block, and which of them nodes see, [n, m, S], given `read_by`."""
+        return self.all_of(len(seen)), seen
+
+    def read_one(self, positions: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
+        """Return of single tokens at positions [n] what `read_by` returns of nodes. They are about to be stored."""
+        slots = self.claim(positions[:, None], slice(0, len(positions)))
+        return self.seen_by(positions)[:, None], slots, None
+
+    def read_by(self, tree: DraftTree, roots: Tensor, n_new: int) -> tuple[Tensor, Tensor, Tensor | None]:
+        """Return what the last n_new nodes of each row's tree see, and where they stand.
+
+        Which slots they see, [n, n_new, S] bool; their own, [n, n_new]; and how many slots [n] int64 all of them see,
+        behind which the first of those S is (None: 0).
 
         `roots` [n] are the positions of the roots. The ring holds tokens before them alone, as no chain is drafted.
         """
@@ -114,7 +128,7 @@ class WindowKeys:
         slots = torch.arange(n_nodes - n_new, n_nodes, device=seen.device) + self.first_node
         own = slots.expand(n_rows, -1)[..., None]
         seen.scatter_(2, own, False)  # a node is one of its ancestors
-        return seen.scatter(2, own, self.window.sees_itself(seen)[..., None]), own[..., 0]
+        return seen.scatter(2, own, self.window.sees_itself(seen)[..., None]), own[..., 0], None
 
     def clear(self) -> None:
         """Forget all rows."""
@@ -134,3 +148,54 @@ class WindowKeys:
             for store in self.stores:
                 store.keys[row], store.values[row] = store.keys[last], store.values[last]
         self.n_rows = last
+
+
+class WholeKeys(WindowKeys):
+    """K/V of whole texts, in order, for drafters that see all of them: position p stands at slot p.
+
+    So a token sees all slots before the root's, without a mark for each, and a row pays for its own length alone. The
+    nodes of a tree stand behind the text, from the root's slot on, where they see what is marked.
+    """
+
+    is_whole = True
+
+    @property
+    def n_marks(self) -> int:
+        """Slots from the root's on that are marked for each node."""
+        return max(1, self.positions.shape[1] - 1 - self.ring_tokens)
+
+    def kept(self, lengths: Tensor) -> Tensor:
+        every = torch.arange(int(lengths.max()), device=lengths.device).expand(len(lengths), -1)
+        return every.masked_fill(every >= lengths[:, None], -1)
+
+    def context(self, seen: Tensor, lengths: Tensor | None) -> tuple[list[KeysValues], Tensor]:
+        n_rows, n_nodes, n_marks = seen.shape
+        used = int(lengths.max()) + n_marks if seen.device.type == "cpu" else self.positions.shape[1]
+        slots = torch.arange(used, device=seen.device)
+        whole = (slots < lengths[:, None])[:, None].repeat(1, n_nodes, 1)
+        marked = (lengths[:, None] + slots[:n_marks])[:, None].expand_as(seen)
+        past = [KeysValues(one.keys[:, :, :used], one.values[:, :, :used]) for one in self.all_of(n_rows)]
+        return past, whole.scatter_(2, marked, seen)
+
+    def read_one(self, positions: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
+        itself = torch.arange(self.n_marks, device=positions.device) == 0
+        return itself.expand(len(positions), 1, -1), positions[:, None], positions
+
+    def read_by(self, tree: DraftTree, roots: Tensor, n_new: int) -> tuple[Tensor, Tensor, Tensor | None]:
+        n_nodes = tree.shape[1]
+        slots = roots[:, None] + torch.arange(n_nodes - n_new, n_nodes, device=roots.device)
+        return F.pad(tree.ancestors[:, -n_new:], (0, self.n_marks - n_nodes)), slots, roots
+
+
+def kind_of_keys(window: Window, gamma: int, capacity: int) -> tuple[type[WindowKeys], int]:
+    """Return how a drafter's keys are kept, and how many positions behind the sinks have a slot.
+
+    Args:
+        window: what a token sees.
+        gamma: most tokens of a chain.
+        capacity: tokens of the longest text; 0: it is not known.
+    """
+    most = window.shape.max_positions
+    if window.window_tokens < min(capacity or most, most) or window.sink_tokens or not window.own_key:
+        return WindowKeys, window.window_tokens + gamma
+    return WholeKeys, (capacity or most) + gamma

@@ -77,7 +77,7 @@ def vllm_use(folder: str, target: str, n_tokens: int, attention: str | None, why
     if why_not is not None:
         return f"No other engine runs this drafter: {why_not}."
     eager = " --enforce-eager" * (attention == "exact")  # never recorded as a CUDA graph
-    speculative = _json_argument(method="eagle3", model=f"{folder}/vllm", num_speculative_tokens=n_tokens)
+    speculative = json_argument(method="eagle3", model=f"{folder}/vllm", num_speculative_tokens=n_tokens)
     return (
         "In vLLM 0.32, with spectrain in its environment (docs/export.md says how):\n\n"
         f"```bash\nvllm serve {shlex.quote(target)}{eager} --speculative-config {speculative}\n```"
@@ -127,12 +127,12 @@ def _card(template: str, kind: str, folder: str, target: tuple[str, str], **valu
     )
     values |= {"about": about(kind), "name": PurePath(folder).name, "folder": folder, "target": path, "named": _named}
     values |= {"fingerprint": fingerprint, "quote": shlex.quote}
-    values["json_argument"] = _json_argument
+    values["json_argument"] = json_argument
     card = ModelCard.from_template(metadata, TEMPLATES / f"card_{template}.md", **values)
     return re.sub(r"\n{3,}", "\n\n", str(card)).strip() + "\n"
 
 
-def _json_argument(**value: object) -> str:
+def json_argument(**value: object) -> str:
     """A mapping as an argument of a shell's command line."""
     return shlex.quote(json.dumps(value, separators=(",", ":")))
 

@@ -10,19 +10,20 @@ import json
 import logging
 import re
 import shutil
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from importlib import import_module
 from pathlib import Path
 
-from torch import Tensor
+import torch
+from safetensors import safe_open
+from torch import Tensor, nn
 from transformers import PreTrainedTokenizerBase
 
 from spectrain.config.training import Train
 from spectrain.data.overlap import TRAINED_ON
 from spectrain.errors import UserError
 from spectrain.exports.cards import NO_ENGINE, TEMPLATES, lookup_card, trained_card
-from spectrain.exports.vllm_folder import FOLDER
 from spectrain.methods.options import build_function, check_options, plain_options
 from spectrain.methods.registry import instantiate, method_config, token_methods
 from spectrain.models.artifacts import (
@@ -34,15 +35,15 @@ from spectrain.models.artifacts import (
     trained_artifact,
     write_manifest,
 )
-from spectrain.models.kinds import about
+from spectrain.models.kinds import about, module_of
 from spectrain.models.packages import target_path
 from spectrain.retrieval.calibration import CALIBRATION
 from spectrain.retrieval.datastore import Datastore, largest_datastore
-from spectrain.stores.files import write_json
+from spectrain.stores.files import load_json, write_json
 from spectrain.stores.folder import MANIFEST
 from spectrain.stores.locations import CHECKPOINTS, bundled_folder
 from spectrain.target import TargetModel, fingerprint, tokenizer_fingerprint
-from spectrain.target.loading import first_line, read_config, read_tokenizer
+from spectrain.target.loading import DTYPES, first_line, read_config, read_tokenizer
 from spectrain.training.base import Experiment
 from spectrain.training.runs import RunFolder
 
@@ -59,7 +60,7 @@ class Export:
     experiment: Experiment
     weights: dict[str, Tensor]  # whole, of the training's module
     trained: dict  # steps, tokens, tau: what spectrain.json keeps
-    attention: str | None = None  # of a drafter in vLLM; None: as its kind has it
+    for_engine: Mapping = field(default_factory=dict)  # options, see `Kind.engine_options`
 
 
 def run_export(experiment: Experiment, which: str) -> Export:
@@ -108,16 +109,22 @@ def write_export(folder: Path, out: Path, export: Export) -> None:
         shutil.copyfile(run.path / TRAINED_ON, folder / TRAINED_ON)
     about_target, engine = ("", ""), NO_ENGINE
     if target is not None:
-        path, tokenizer = str(run.config.target.path), target.tokenizer
-        tokenizer.save_pretrained(folder)
-        prints = fingerprint(target.model, tokenizer), tokenizer_fingerprint(tokenizer)
-        write_manifest(folder, trained_artifact(kind, path, prints[0], trained, prints[1]))
-        write_decode(folder)
-        about_target = engine_path(path), prints[0]
-        engine = write_for_engine(kind, folder, out, target, export.attention)
+        path = str(run.config.target.path)
+        about_target = engine_path(path), write_facts(folder, kind, path, target, trained)
+        engine = write_for_engine(kind, folder, out, target, export.for_engine)
     card = trained_card(kind, named(out), about_target, run.config, trained, run.attempts, engine)
     (folder / CARD).write_text(card, encoding="utf-8")
     let_others_read(folder)
+
+
+def write_facts(folder: Path, kind: str, path: str, target: TargetModel, trained: dict) -> str:
+    """Write what every export of a drafter or head has beside its weights, and return the target's fingerprint."""
+    tokenizer = target.tokenizer
+    tokenizer.save_pretrained(folder)
+    prints = fingerprint(target.model, tokenizer), tokenizer_fingerprint(tokenizer)
+    write_manifest(folder, trained_artifact(kind, path, prints[0], trained, prints[1]))
+    write_decode(folder)
+    return prints[0]
 
 
 def let_others_read(folder: Path) -> None:
@@ -127,34 +134,56 @@ def let_others_read(folder: Path) -> None:
 
 
 def write_again(
-    folder: Path, out: Path, drafter: Path, config: object, target: TargetModel, attention: str | None
+    folder: Path, out: Path, drafter: Path, model: nn.Module, path: str, target: TargetModel, options: Mapping
 ) -> None:
-    """Fill a folder that will appear as `out` with an exported drafter as its kind is exported today.
+    """Fill a folder that will appear as `out` with a drafter as its kind is exported today.
 
     Args:
         folder: to be filled.
         out: its name when it is complete.
-        drafter: the export.
-        config: of the drafter, as it was read.
+        drafter: an export, or the folder of another project.
+        model: the drafter, as it was read.
+        path: of the target.
         target: it was trained for.
-        attention: see `Export`.
+        options: see `Export`.
     """
-    shutil.copytree(drafter, folder, dirs_exist_ok=True, ignore=lambda _, names: {FOLDER} & {*names})
-    write_json(folder / "config.json", config)
-    engine = write_for_engine(read_manifest(folder).kind, folder, out, target, attention)
-    if (folder / CARD).is_file():
-        card = (folder / CARD).read_text(encoding="utf-8").replace(NO_ENGINE, engine)
-        card = re.sub(r'(?<="model":")[^"]*(?=/vllm")', lambda _: named(out), card)  # the command of an earlier export
-        (folder / CARD).write_text(card, encoding="utf-8")
+    artifact, module = read_manifest(drafter), module_of(read_manifest(drafter).kind)
+    is_ours, ignored = bool(artifact.target_fingerprint), {*about(artifact.kind).engine_folders}
+    if is_ours:
+        shutil.copytree(drafter, folder, dirs_exist_ok=True, ignore=lambda _, names: ignored & {*names})
+    else:
+        for file in (*drafter.glob("LICENSE*"), *drafter.glob(CARD)):
+            shutil.copyfile(file, folder / file.name)
+    module.save(folder, model, stored_dtype(drafter))
+    if not is_ours:
+        write_facts(folder, artifact.kind, path, target, {})
+    engine = write_for_engine(artifact.kind, folder, out, target, options)
+    card = (folder / CARD).read_text(encoding="utf-8") if (folder / CARD).is_file() else f"# {out.name}\n"
+    if is_ours:  # how engines run it stands last
+        card = re.sub(
+            r"^(No other engine runs|In vLLM) .*", lambda _: f"{engine}\n", card, flags=re.DOTALL | re.MULTILINE
+        )
+    else:
+        card += f"\n## As spectrain has written it\n\n{engine}\n"
+    (folder / CARD).write_text(card, encoding="utf-8")
     let_others_read(folder)
 
 
-def write_for_engine(kind: str, folder: Path, out: Path, target: TargetModel, attention: str | None) -> str:
+def stored_dtype(drafter: Path) -> torch.dtype:
+    """Return the dtype of a drafter's weights: of those in safetensors, else what its config.json says."""
+    for file in drafter.glob("*.safetensors"):
+        with safe_open(file, "pt") as tensors:
+            dtypes = (tensors.get_tensor(name).dtype for name in tensors.keys())  # noqa: SIM118
+            return next(dtype for dtype in dtypes if dtype.is_floating_point)
+    return DTYPES.get(load_json(drafter / "config.json").get("torch_dtype"), torch.float32)
+
+
+def write_for_engine(kind: str, folder: Path, out: Path, target: TargetModel, options: Mapping) -> str:
     """Write what another engine needs of a drafter, where one runs its kind, and return what its card says of it."""
     if about(kind).engine is None:
         return NO_ENGINE
     module, artifact = import_module(f"spectrain.exports.{about(kind).engine}"), read_manifest(folder)
-    return module.write_for_engine(folder, named(out), engine_path(artifact.target), target, attention)
+    return module.write_for_engine(folder, named(out), engine_path(artifact.target), target, **options)
 
 
 def write_decode(folder: Path) -> None:

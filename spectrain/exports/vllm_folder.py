@@ -39,7 +39,9 @@ def why_not_vllm(config: SpireConfig) -> str | None:
     return None
 
 
-def write_for_engine(folder: Path, name: str, target_name: str, target: TargetModel, attention: str | None) -> str:
+def write_for_engine(
+    folder: Path, name: str, target_name: str, target: TargetModel, attention: str | None = None
+) -> str:
     """Write what vLLM needs beside a SPIRe drafter, where it can run it, and return what the export's card says of it.
 
     Args:

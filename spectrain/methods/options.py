@@ -13,6 +13,7 @@ import inspect
 import logging
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
 from functools import cache
 from importlib import import_module
 from pathlib import Path
@@ -35,6 +36,7 @@ from spectrain.models.kinds import about, drafters
 from spectrain.retrieval.datastore import largest_datastore
 from spectrain.stores.locations import CHECKPOINTS
 from spectrain.target import TargetModel, fingerprint, tokenizer_fingerprint
+from spectrain.target.loading import fetched
 
 log = logging.getLogger(__name__)
 
@@ -125,7 +127,7 @@ def given_artifacts(
     """
     given = {kind: folder for kind, folder in {"head": head, "datastore": datastore}.items() if folder}
     for folder in names(drafter):
-        kind = read_manifest(Path(folder)).kind if is_export(folder) else "vanilla"
+        kind = _drafter_kind(folder)
         option = about(kind).option
         if option != "drafter":
             raise UserError(f"drafter={folder} is of kind {kind}; give it as {option}={folder}")
@@ -133,6 +135,13 @@ def given_artifacts(
             raise UserError(f"drafter={folder} and drafter={given[kind]} are both {kind} drafters; give one per kind")
         given[kind] = folder
     return given
+
+
+def _drafter_kind(path_or_id: str) -> str:
+    folder = Path(path_or_id)
+    with suppress(UserError):  # of the hub, which whoever opens the drafter will say
+        folder = fetched(path_or_id, "drafter", ["config.json"])
+    return read_manifest(folder).kind if is_export(folder) else "vanilla"
 
 
 def check_taken(

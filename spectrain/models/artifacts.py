@@ -17,9 +17,9 @@ from safetensors import safe_open
 
 from spectrain.config import conf_dir
 from spectrain.errors import UserError, shown
-from spectrain.models.kinds import about
+from spectrain.models.kinds import about, drafters
 from spectrain.stores import locations
-from spectrain.stores.files import read_object, write_json
+from spectrain.stores.files import load_json, read_object, write_json
 
 log = logging.getLogger(__name__)
 
@@ -60,8 +60,13 @@ def write_manifest(folder: Path, artifact: Artifact) -> None:
 
 
 def read_manifest(folder: Path, option: str = "drafter") -> Artifact:
-    """Read `spectrain.json` from the folder that a user gave by this option. Raise UserError if it is no export."""
+    """Read `spectrain.json` from the folder that a user gave by this option. Raise UserError if it is no export.
+
+    The folder of another project has none: of its drafter only the kind is known.
+    """
     file = folder / MANIFEST
+    if not file.is_file() and (kind := published_kind(folder)) is not None:
+        return trained_artifact(kind, "", "", {})
     if not file.is_file():
         what = f"has no {MANIFEST}" if folder.is_dir() else "does not exist"
         raise UserError(f"{option}={folder} {what}; give a folder that spectrain.train exported")
@@ -79,8 +84,19 @@ def read_manifest(folder: Path, option: str = "drafter") -> Artifact:
 
 
 def is_export(folder: str | Path) -> bool:
-    """Return whether the folder is one of our exports."""
-    return (Path(folder) / MANIFEST).is_file()
+    """Return whether the folder is one of our exports, or holds a drafter of another project that is read as one."""
+    return (Path(folder) / MANIFEST).is_file() or published_kind(Path(folder)) is not None
+
+
+def published_kind(folder: Path) -> str | None:
+    """Return the kind of a drafter that another project has written; None: there is none that a kind recognises."""
+    try:
+        facts = load_json(folder / "config.json")
+    except (OSError, ValueError):
+        return None
+    if not isinstance(facts, dict):
+        return None
+    return next((name for name, kind in drafters() if kind.recognises is not None and kind.recognises(facts)), None)
 
 
 def decoded_by(folder: Path) -> tuple[str, dict]:

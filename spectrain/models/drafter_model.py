@@ -64,6 +64,10 @@ class DrafterModel(nn.Module):
     tables: TargetTables | None  # None: it has tables of its own, or is not run
     kept: Tensor | None  # [K] int64, the tokens that it can draft, the most frequent ones first; None: all
     recomputes = False  # training: a block's activations are computed again for the backward pass, not kept
+    # Whether a token is read beside the state of the position before it, by whose position it then counts (EAGLE-3).
+    # What is kept of a text needs the token behind each state, and blocks say how programs compute their inputs.
+    pairs = False
+    normed_states = True  # whether final states, which the next token may read, are normed already
 
     @abstractmethod
     def embed(self, tokens: Tensor) -> Tensor:
@@ -82,6 +86,19 @@ class DrafterModel(nn.Module):
         self, x: Tensor, rope: tuple[Tensor, Tensor], past: Sequence[KeysValues], mask: Tensor
     ) -> tuple[Tensor, list[KeysValues]]:
         """Run all blocks over inputs x [R, n, D]. Return final states, and K/V of the tokens' memories by block."""
+
+    def read_target(self, captured: Tensor, following: Tensor | None) -> tuple[list[Tensor], Tensor]:
+        """Return the memories of context, [.., D] for each block, and what the next token reads as the state before it.
+
+        Args:
+            captured: [.., C, D] of the target, the `captured_layers` of the config.
+            following: [..] int64, the tokens behind these states, where it `pairs`; else None.
+        """
+        return [captured[..., i, :] for i in range(len(self.blocks))], captured[..., -1, :]
+
+    def unembedded(self, states: Tensor) -> Tensor:
+        """Return what the unembedding takes of final states [.., D]."""
+        return states
 
     @property
     def unembedding(self) -> Tensor:
@@ -114,10 +131,10 @@ class DrafterModel(nn.Module):
             return checkpoint(function, *inputs, use_reentrant=False, preserve_rng_state=False)  # nothing is drawn
         return function(*inputs)
 
-    def input_table(self) -> Tensor:
-        """[V, D]: the inputs of all tokens."""
+    def input_table(self, dtype: torch.dtype) -> Tensor:
+        """[V, D]: the inputs of all tokens, as `embed` computes them."""
         tokens = torch.arange(self.config.shape.vocab_size, device=self.norm.weight.device)
-        return torch.cat([self.embed(part) for part in tokens.split(TABLE_TOKENS)])
+        return torch.cat([self.embed(part) for part in tokens.split(TABLE_TOKENS)]).to(dtype)
 
     def with_modules(self, modules: Mapping[str, nn.Module]) -> Self:
         """Return the drafter with other modules of these names; all else is shared."""

@@ -29,14 +29,16 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from spectrain.errors import UserError
-from spectrain.models.artifacts import check_artifact, damage_of
+from spectrain.models.artifacts import MANIFEST, check_artifact
 from spectrain.models.drafter_model import DrafterModel, TargetTables
-from spectrain.models.eagle3_folders import read, write
+from spectrain.models.eagle3_folders import default_layers as default_layers
+from spectrain.models.eagle3_folders import read, recognises, write
 from spectrain.models.kinds import Kind
 from spectrain.target.device import device_type
 from spectrain.target.fingerprint import fingerprint
+from spectrain.target.forward import DecoderProgram
 from spectrain.target.llama import KeysValues, LlamaBlock, LlamaShape, Rope, grouped
-from spectrain.target.loading import check_finite
+from spectrain.target.loading import check_complete, check_finite, fetched
 from spectrain.target.target import TargetModel
 
 KIND = Kind(
@@ -44,7 +46,15 @@ KIND = Kind(
     method="eagle3",
     about="An EAGLE-3 drafter: one block that reads the target's states of some layers beside the embedding of each "
     "token, and its own states as it drafts.",
+<<<<<<< HEAD
     check="eagle3_check",
+=======
+    auto={"eagle3_sssd": ("sssd", "logitspec"), "eagle3": ()},
+    engine="eagle3_engines",
+    engine_options=("speculators",),
+    engine_folders=("speculators",),
+    recognises=recognises,
+>>>>>>> w-e-files
 )
 MOST_SCORES = {"cpu": 1 << 22}  # attention scores that lie in memory at the same time
 MOST_SCORES_ELSEWHERE = 1 << 27
@@ -107,16 +117,33 @@ class Eagle3Block(LlamaBlock):
         state = x.chunk(2, dim=-1)[1]
         return self.hidden_norm(state) if self.norm_before_residual else state
 
+    def append_normed(self, program: DecoderProgram, embedded: Tensor, state: Tensor) -> Tensor:
+        """Append `normed` of embeddings and states [M, D] to a program. Return where it writes it, [M, 2 D]."""
+        d = state.shape[1]
+        both = program.floats(len(state), 2 * d)
+        program.goes_on(program.norm(embedded, None, self.input_norm.weight, both[:, :d]))
+        program.norm(state, None, self.hidden_norm.weight, both[:, d:])
+        return both
+
+    def append_residual(self, program: DecoderProgram, state: Tensor, x: Tensor) -> None:
+        """Append `residual` of states [M, D], written to x [M, D], which may be the same."""
+        if self.norm_before_residual:
+            program.norm(state, None, self.hidden_norm.weight, x)
+        elif state is not x:
+            program.copy(state, x)
+
 
 class Eagle3Drafter(DrafterModel):
     """Fusion of the target's states, one block, norm, unembedding.
 
-    Its final states are what the next token reads (`norm_output` decides whether before or after the norm).
+    It counts a token by the position of the state that it reads, as papers do (see above). Its final states are what the next token reads (`norm_output` decides whether before or after the norm).
 
     Args:
         config: its options.
         target: whose embedding, and unembedding where it has none of its own, it reads; None: it is not run.
     """
+
+    pairs = True
 
     def __init__(self, config: Eagle3Config, target: TargetModel | None = None) -> None:
         super().__init__()
@@ -137,9 +164,21 @@ class Eagle3Drafter(DrafterModel):
         self.register_buffer("kept", torch.arange(config.draft_vocab) if config.draft_vocab else None)
         self.rope = Rope(shape)
 
+    @property
+    def normed_states(self) -> bool:
+        return self.config.norm_output
+
     def embed(self, tokens: Tensor) -> Tensor:
         table = self.embed_tokens.weight if hasattr(self, "embed_tokens") else self.tables.embedding
         return F.embedding(tokens, table).to(self.norm.weight.dtype)
+
+    def input_table(self, dtype: torch.dtype) -> Tensor:
+        """The target's embedding itself, whatever its dtype is: `embed` converts what it reads of it."""
+        return self.tables.embedding
+
+    def read_target(self, captured: Tensor, following: Tensor | None) -> tuple[list[Tensor], Tensor]:
+        states = self.fused(captured)
+        return [self.joined(self.embed(following), states)], states
 
     def fused(self, captured: Tensor) -> Tensor:
         """Return g [.., D] of the target's states [.., C, D] of `target_layers`."""
@@ -148,6 +187,18 @@ class Eagle3Drafter(DrafterModel):
             states = torch.stack([norm(one) for norm, one in zip(self.state_norms, states.unbind(-2), strict=True)], -2)
         states = states.flatten(-2)
         return self.fc(self.states_norm(states) if self.config.norm_before_fc else states)
+
+    def append_fused(self, program: DecoderProgram, captured: Tensor) -> Tensor:
+        """Append `fused` of states [M, C D] to a program. Return where it writes it, [M, D]."""
+        d = self.config.shape.hidden_size
+        states, fused = captured, program.floats(len(captured), d)
+        if self.config.fc_norm or self.config.norm_before_fc:
+            states = program.floats(*captured.shape)
+            norms, width = (self.state_norms, d) if self.config.fc_norm else ([self.states_norm], captured.shape[1])
+            for norm, one, normed in zip(norms, captured.split(width, 1), states.split(width, 1), strict=True):
+                program.norm(one, None, norm.weight, normed)
+        program.linear(states, self.fc, fused)
+        return fused
 
     def joined(self, x: Tensor, previous: Tensor | None) -> Tensor:
         """Return the block's inputs [.., 2 D]: embeddings, and the states g one position earlier."""
@@ -172,11 +223,6 @@ class Eagle3Drafter(DrafterModel):
 
     def kept_logits(self, hidden: Tensor) -> Tensor:
         return super().kept_logits(self.unembedded(hidden))
-
-
-def default_layers(n_layer: int) -> tuple[int, ...]:
-    """Return the blocks whose inputs the field reads of a target of so many blocks, where nothing else is said."""
-    return tuple(sorted({2, n_layer // 2, n_layer - 3}))
 
 
 def unrolled(
@@ -299,16 +345,28 @@ def save(folder: Path, drafter: Eagle3Drafter, dtype: torch.dtype = torch.float3
 
 
 def load(folder: Path, target: TargetModel, option: str = "drafter") -> Eagle3Drafter:
-    """Open an EAGLE-3 drafter in float32, which shares the target's tables. `option` is the one that it was given by.
+    """Open an EAGLE-3 drafter in float32, which shares the target's tables.
+
+    Args:
+        folder: an export, the folder of another project (see `eagle3_folders`), or a Hugging Face id of one.
+        target: it drafts for.
+        option: by which it was given.
 
     Raises:
         UserError: it does not fit the target, or is damaged.
     """
-    given = f"{option}={folder}"
-    check_artifact(folder, "eagle3", fingerprint(target.model, target.tokenizer), option)
-    options, state = read(folder, given)
-    drafter = Eagle3Drafter(Eagle3Config(**options), target)
-    with damage_of(given):
-        drafter.load_state_dict(state)
+    given, folder = f"{option}={folder}", fetched(folder, option)
+    if (folder / MANIFEST).is_file() or not (folder / "config.json").is_file():
+        check_artifact(folder, "eagle3", fingerprint(target.model, target.tokenizer), option)
+    options, state = read(folder, given, target)
+    try:
+        drafter = Eagle3Drafter(Eagle3Config(**options), target)
+    except UserError as error:
+        raise UserError(f"{given} cannot be used: {error}") from None
+    own = drafter.state_dict()
+    wrong = [name for name in own.keys() & state.keys() if own[name].shape != state[name].shape]
+    found = {"missing_keys": own.keys() - state.keys(), "unexpected_keys": state.keys() - own.keys()}
+    check_complete(given, found | {"mismatched_keys": wrong})
+    drafter.load_state_dict(state)
     check_finite(drafter, given)
     return drafter

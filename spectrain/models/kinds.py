@@ -6,7 +6,7 @@ kind outside of its own files is a field of `Kind`, so nothing else names one.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from importlib import import_module
 from types import ModuleType
@@ -30,8 +30,12 @@ class Kind:
     by_depth: bool = False  # whether the throughput model predicts what its number of blocks gains
     # The module of spectrain.exports whose `write_for_engine` writes what another engine needs of an export.
     engine: str | None = None
+    engine_options: tuple[str, ...] = ()  # of spectrain.export, which that takes
+    engine_folders: tuple[str, ...] = ()  # that it writes inside the export
     # The module of spectrain.measure whose `check` tries other readings of its folders; None: they have one reading.
     check: str | None = None
+    # Whether a config.json that other projects write is of a drafter that this kind reads, or refuses by its name.
+    recognises: Callable[[Mapping], bool] | None = None
 
 
 HEAD = Kind(

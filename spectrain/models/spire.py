@@ -41,6 +41,8 @@ KIND = Kind(
     auto={"spire_sssd": ("sssd", "logitspec"), "spire": ()},
     by_depth=True,
     engine="vllm_folder",
+    engine_options=("attention",),
+    engine_folders=("vllm",),
 )
 
 

@@ -37,8 +37,12 @@ class Step:
         keys, values: [rows, K, S, E] of the cache, to which the tokens' own are written.
         """
         x, joined = _norm_linear(block.input_norm, block.qkv, x, added)
+        return x, self.attended(block, joined, keys, values)
+
+    def attended(self, block: LlamaBlock, joined: Tensor, keys: Tensor, values: Tensor) -> Tensor:
+        """Return the same [M, H E] from the joined projection of queries, keys and values."""
         queries = self._written(block, joined, keys, values)
-        return x, triton_kernels.attend(queries, keys, values, self.nodes.lengths, self.nodes.seen)
+        return triton_kernels.attend(queries, keys, values, self.nodes.lengths, self.nodes.seen)
 
     def remember(self, block: LlamaBlock, memories: Tensor, keys: Tensor, values: Tensor) -> None:
         """Write what memories [M, D] project to into their slots: see `LlamaBlock.keys_values`."""

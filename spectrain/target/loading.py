@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import logging
 import os
+import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
 import torch
 import transformers
-from huggingface_hub import HfApi, try_to_load_from_cache
+from huggingface_hub import HfApi, snapshot_download, try_to_load_from_cache
 from safetensors import safe_open
 from torch import nn
 from transformers import (
@@ -37,6 +38,8 @@ log = logging.getLogger(__name__)
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 HUB_TIMEOUT_S = 10
+HUB_ID = re.compile(r"\w[\w.-]*/[\w.-]+")
+FETCHED = ("config.json", "*.safetensors", "*.safetensors.index.json", "pytorch_model.bin")
 SHOWN_WEIGHTS = 3  # names of weights in a refusal
 FOREIGN_CODE = "needs code of its own folder, which is never run"
 NOT_CAUSAL = "is no causal language model; choose a decoder-only model"
@@ -298,13 +301,31 @@ def load_config(name: str, role: str) -> PretrainedConfig:
             raise UserError(
                 f"{role} {name} {FOREIGN_CODE}; give a model of an architecture that transformers has"
             ) from error
-        why = (
-            f"folder {name} has a config.json that transformers cannot read ({first_line(error)})"
-            if is_here
-            else f"{name} is no folder here, and as a Hugging Face id it could not be fetched (no network, or no such "
-            f"model: {first_line(error)}); give an existing folder, or an id while online"
-        )
-        raise UserError(f"{role} {why}") from error
+        why = f"folder {name} has a config.json that transformers cannot read ({first_line(error)})"
+        raise UserError(f"{role} {why if is_here else _why_not_fetched(name, error)}") from error
+
+
+def fetched(path_or_id: str | Path, option: str, files: Sequence[str] = FETCHED) -> Path:
+    """Return a folder as it is, and of a Hugging Face id one with these files of it. `option`: it was given by.
+
+    Raises:
+        UserError: the hub has no such model, or there is no network.
+    """
+    name = str(path_or_id)
+    if Path(name).exists() or not HUB_ID.fullmatch(name):
+        return Path(name)
+    try:
+        _ask_hub(name)
+        return Path(snapshot_download(name, allow_patterns=[*files], etag_timeout=HUB_TIMEOUT_S))
+    except Exception as error:
+        raise UserError(f"{option}={_why_not_fetched(name, error)}") from error
+
+
+def _why_not_fetched(name: str, error: Exception) -> str:
+    return (
+        f"{name} is no folder here, and as a Hugging Face id it could not be fetched (no network, or no such model: "
+        f"{first_line(error)}); give an existing folder, or an id while online"
+    )
 
 
 def _why_no_model(error: Exception) -> str:

@@ -314,10 +314,10 @@ def test_prompts_that_are_read_later_stand_where_those_stand_that_are_read_at_on
         output = target.prefill(context.sequences[rows.start : rows.stop, : max(of_rows)], of_rows, cache, rows, read)
         for method in (at_once, later):
             method.prefill(context, output, rows)
-        at_once._catch_up()
+        at_once._catch_up(context)
     for method in (at_once, later):
         method.free(1)
-    later._catch_up()
+    later._catch_up(context)
     assert_same_memories(later, at_once, 3)
 
 
@@ -335,12 +335,12 @@ def test_where_steps_skipped_the_drafter_it_reads_prompts_before_what_was_writte
         method.prefill(context, target.prefill(context.sequences[:, :20], lengths, cache, range(2), read), range(2))
         for step in range(3):
             if method is at_once:
-                method._catch_up()
+                method._catch_up(context)
             tree = DraftTree.root_only(context.sequences[[0, 1], [length + step for length in lengths]])
             output, none = target.score(tree, cache), torch.zeros(2, dtype=torch.long)
             method.observe(context, tree, output, Verified(none[:, None], none, none))
             cache.keep(1)
-        method._catch_up()
+        method._catch_up(context)
     assert_same_memories(later, at_once, 2)
 
 

@@ -53,7 +53,7 @@ SOURCES = [*sorted(Path(__file__).parent.glob("*.py")), Path(__file__).parents[1
 def norm(op, thread, n_threads):
     x, added, weight, y, eps, size, n_rows = op[1], op[2], floats(op[3]), op[4], floats(op[5])[0], op[6], op[7]
     for row in range(thread, n_rows, n_threads):
-        states, normed = floats(x + 4 * row * size), floats(y + 4 * row * size)
+        states, normed = floats(x + 4 * row * op[8]), floats(y + 4 * row * op[9])
         if added != 0:
             more = floats(added + 4 * row * size)
             for d in range(size):

@@ -99,8 +99,9 @@ class Program:
         return len(self._lines) - 1
 
     def norm(self, x: Tensor, added: Tensor | None, weight: Tensor, y: Tensor) -> int:
-        """x += added, then y = RMSNorm(x) [M, D]."""
-        place = self._add(ops.norm, x, added, weight, y, self._eps, x.shape[1], x.shape[0])
+        """x += added, then y = RMSNorm(x) [M, D]. x and y may be columns of wider matrices."""
+        sizes = x.shape[1], x.shape[0], x.stride(0), y.stride(0)
+        place = self._add(ops.norm, x, added, weight, y, self._eps, *sizes)
         self._lines[place][ops.PIECES] = min(self.n_threads, len(x))  # no piece is without a row
         return place
 
