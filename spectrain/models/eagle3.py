@@ -46,15 +46,12 @@ KIND = Kind(
     method="eagle3",
     about="An EAGLE-3 drafter: one block that reads the target's states of some layers beside the embedding of each "
     "token, and its own states as it drafts.",
-<<<<<<< HEAD
-    check="eagle3_check",
-=======
     auto={"eagle3_sssd": ("sssd", "logitspec"), "eagle3": ()},
     engine="eagle3_engines",
     engine_options=("speculators",),
     engine_folders=("speculators",),
     recognises=recognises,
->>>>>>> w-e-files
+    check="eagle3_check",
 )
 MOST_SCORES = {"cpu": 1 << 22}  # attention scores that lie in memory at the same time
 MOST_SCORES_ELSEWHERE = 1 << 27
