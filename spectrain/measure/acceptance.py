@@ -25,17 +25,17 @@ from spectrain.models.draft_states import DraftStates
 from spectrain.target import TargetModel
 from spectrain.terminal import stage
 
-BATCH_SIZE = 8  # questions that are answered together
+BATCH_SIZE = 8  # prompts that are answered together
 
 
 @dataclass(frozen=True)
 class Answer:
-    """A question with the target's answer, and what the target computed on both."""
+    """A prompt with the target's answer, and what the target computes on both."""
 
     tokens: Tensor  # [1, T] int64, cut to whole drafts
     first: int  # the root of the first draft, a multiple of k
-    captured: Tensor | None  # [1, T, C, D] inputs of the target's blocks
-    p: Tensor  # [R k, V] float32: the target's distributions at T = 1 of the tokens behind `first` .. T - 1
+    captured: Tensor | None  # [1, T, C, D]
+    p: Tensor  # [R k, V] float32: the target's distributions at T = 1 behind the tokens `first` .. T - 1
     likeliest: Tensor  # [R k] int64 of them
 
 
@@ -43,20 +43,13 @@ class Answer:
 class Acceptance:
     """Sums over the drafts of each of n answers."""
 
-    alpha: np.ndarray  # [n, k]: of the probabilities by draft token
+    alpha: np.ndarray  # [n, k]: probabilities by draft token
     agreed: np.ndarray  # [n, k]: drafts whose token i is the target's likeliest
     accepted: np.ndarray  # [n]: tokens that are accepted where all is greedy
     drafts: np.ndarray  # [n]
 
     def tau(self) -> Estimate:
         return of_sums(expected_tau, *self.alpha.T, self.drafts)
-
-    def tau_greedy(self) -> Estimate:
-        return of_sums(lambda accepted, drafts: 1 + accepted / drafts, self.accepted, self.drafts)
-
-    def by_step(self, sums: np.ndarray) -> list[Estimate]:
-        """Estimate the mean of `alpha` or `agreed` for each draft token."""
-        return [ratio_of_sums(one, self.drafts) for one in sums.T]
 
     def gain_over(self, other: Acceptance) -> Estimate:
         """Estimate how much higher the expected tau is than another's on the same answers."""
@@ -67,26 +60,28 @@ class Acceptance:
 
         return of_sums(gain, *self.alpha.T, *other.alpha.T, self.drafts)
 
-    def first_gain_over(self, other: Acceptance) -> Estimate:
-        """Estimate how much more often the first token is accepted than another's."""
-        return of_sums(lambda own, its, n: (own - its) / n, self.alpha[:, 0], other.alpha[:, 0], self.drafts)
+    def as_json(self) -> dict[str, object]:
+        """Return alpha and the share that agreed, by draft token, and tau at T = 1 and where all is greedy."""
+        by_token = {"alpha": self.alpha, "agreed": self.agreed}
+        steps = {name: [ratio_of_sums(one, self.drafts).as_json() for one in s.T] for name, s in by_token.items()}
+        greedy = of_sums(lambda accepted, drafts: 1 + accepted / drafts, self.accepted, self.drafts)
+        return steps | {"tau": self.tau().as_json(), "tau_greedy": greedy.as_json()}
 
 
 def expected_tau(*sums: np.ndarray) -> np.ndarray:
-    """Return the expected tau of sums of alpha_1 .. alpha_k, and of the number of drafts behind them."""
+    """Return the expected tau of sums of alpha_1 .. alpha_k, behind which the number of drafts stands."""
     *alphas, drafts = sums
     return 1 + sum(np.cumprod([alpha / drafts for alpha in alphas], axis=0))
 
 
+@torch.no_grad()
 def answered(
     target: TargetModel, prompts: Sequence[Sequence[int]], max_new_tokens: int, k: int, most_s: float
 ) -> list[Answer]:
-    """Let the target answer prompts greedily, and read what it captures over them.
+    """Let the target answer prompts greedily, and read over them what it captures.
 
-    After `most_s` seconds no more of them are asked. Answers too short for two drafts are left out.
-
-    Raises:
-        UserError: fewer than two are left, on which no interval could be computed.
+    After `most_s` seconds no more of them are answered. Raise UserError where fewer than two answers have two drafts:
+    there would be no interval.
     """
     ends, found = time.monotonic() + most_s, []
     with stage("the target answers", len(prompts)) as advance:
@@ -96,29 +91,23 @@ def answered(
             asked = prompts[start : start + BATCH_SIZE]
             for prompt, one in zip(asked, generate(target, Autoregressive(), asked, max_new_tokens), strict=True):
                 first = -(-max(len(prompt) - 1, 2) // k) * k
-                if (n_tokens := (len(prompt) + len(one.tokens) - first) // k * k) >= 2 * k:
-                    found.append(_read(target, [*prompt, *one.tokens][: first + n_tokens], first))
+                text = [*prompt, *one.tokens]
+                if (n_drafts := (len(text) - first) // k) >= 2:
+                    tokens = torch.tensor([text[: first + n_drafts * k]], device=target.device)
+                    read = target.features(tokens)
+                    logits = target.logits_of(read.final_hidden[0, first:]).float()
+                    found.append(Answer(tokens, first, read.captured, logits.softmax(-1), logits.argmax(-1)))
             advance(len(asked))
     if len(found) < 2:
-        raise UserError(
-            f"{len(found)} of the answers have {2 * k} tokens or more; give more prompts, or raise max_new_tokens"
-        )
+        raise UserError(f"{len(found)} answers have {2 * k} tokens; give more prompts, or raise max_new_tokens")
     return found
-
-
-@torch.no_grad()
-def _read(target: TargetModel, text: Sequence[int], first: int) -> Answer:
-    tokens = torch.tensor([text], device=target.device)
-    features = target.features(tokens)
-    logits = target.logits_of(features.final_hidden[0, first:]).float()
-    return Answer(tokens, first, features.captured, logits.softmax(-1), logits.argmax(-1))
 
 
 @torch.no_grad()
 def acceptance(
     answers: Sequence[Answer], k: int, drafted: Callable[[Answer], tuple[Tensor, Tensor | None]]
 ) -> Acceptance:
-    """Compare a drafter's distributions with the target's.
+    """Compare a drafter with the target.
 
     Args:
         answers: of `answered`.
@@ -128,24 +117,19 @@ def acceptance(
     sums = []
     for answer in answers:
         logits, kept = drafted(answer)
-        p = answer.p if kept is None else answer.p[:, kept]
+        p, best = answer.p, logits.argmax(-1)
+        if kept is not None:
+            p, best = p[:, kept], kept[best]
         alpha = torch.minimum(p, logits.float().softmax(-1)).sum(-1).view(-1, k)
-        best = logits.argmax(-1)
-        agreed = ((best if kept is None else kept[best]) == answer.likeliest).view(-1, k).float()
+        agreed = (best == answer.likeliest).view(-1, k).float()
         sums.append((alpha.sum(0), agreed.sum(0), agreed.cumprod(1).sum(), torch.tensor(len(alpha))))
     return Acceptance(*(torch.stack(list(one)).double().cpu().numpy() for one in zip(*sums, strict=True)))
 
 
-def acceptance_of_states(answers: Sequence[Answer], k: int, states: DraftStates) -> Acceptance:
-    """Compare a drafter that reads whole texts at once; one with rollouts drafts k tokens in each."""
+def of_states(answers: Sequence[Answer], k: int, states: DraftStates) -> Acceptance:
+    """Compare a drafter that reads whole texts; one with rollouts drafts k tokens in each."""
 
     def drafted(answer: Answer) -> tuple[Tensor, None]:
         return states.logits(states.hidden(answer.tokens, answer.captured)[0, answer.first :]), None
 
     return acceptance(answers, k, drafted)
-
-
-def of_frequencies(answers: Sequence[Answer], k: int) -> Acceptance:
-    """Return what a drafter gains that knows nothing but how frequent tokens are in these answers."""
-    mean = torch.cat([answer.p for answer in answers]).mean(0).log()
-    return acceptance(answers, k, lambda one: (mean.expand_as(one.p), None))

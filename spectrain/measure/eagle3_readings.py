@@ -1,8 +1,8 @@
 """Other readings of an EAGLE-3 folder: mistakes that load, run, and quietly accept little.
 
-The same tensors fit whatever a row pairs, whichever states it reads, however these are normed and positions rotated, and
-whatever token a row of the unembedding stands for. So each reading is another drafter over the same tensors. On the same
-answers the one that it was trained with accepts the most.
+The same tensors fit whatever a row pairs, whichever states it reads, however these are normed and positions rotated,
+and whatever token a row of the unembedding stands for. So each reading is another drafter over the same tensors. On the
+same answers the one that it was trained with accepts the most.
 """
 
 from __future__ import annotations
@@ -20,171 +20,169 @@ from spectrain.target.llama import Rope
 from spectrain.target.target import FINAL, TargetModel
 from spectrain.terminal import stage
 
-SAME = 0.01  # of tau: what differs by less is the same reading to a user
-PAIRINGS = {  # what stands beside the state of position p, and what it predicts
-    "shifted": "the token of p + 1, which predicts p + 2",
-    "unshifted": "the token of p, which predicts p + 2: tokens are not shifted",
-    "plain": "the token of p, which predicts p + 1: tokens are not shifted",
-    "shifted twice": "the token of p + 2, which predicts p + 3: tokens are shifted twice",
+SAME = 0.01  # of tau: readings that differ by less are alike to a user
+PAIRINGS = {
+    "shifted": "tokens shifted by one against the states",
+    "unshifted": "tokens that are not shifted against the states, to predict the token after the next",
+    "next": "tokens that are not shifted against the states, to predict the next token",
+    "twice": "tokens shifted by two against the states",
+    "elsewhere": "states of other places of the text",  # the control: what is drafted without knowing them
 }
-NORMS = ("none", "fc_norm", "norm_before_fc")  # of the states before fc
+NORMS = {
+    "": "no norm before fc",
+    "fc_norm": "a norm of each state before fc (fc_norm)",
+    "norm_before_fc": "one norm of all states before fc (norm_before_fc)",
+}
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Reading:
     """What files say of a drafter, or could have said."""
 
     config: Eagle3Config
-    pairing: str = "shifted"
-    vocabulary: str = "offsets"  # what d2t holds, of `Opened.vocabularies`
+    pairing: str = "shifted"  # of PAIRINGS
+    d2t: str = "offsets"  # what it holds, of `Readings.vocabularies`
 
-    def facts(self) -> dict[str, object]:
-        """Return what tells readings apart, by name."""
-        config = self.config
+    def facts(self) -> dict[str, str]:
+        """Describe what tells readings apart, by name."""
+        config, rope = self.config, dict(self.config.shape.rope_parameters)
+        theta, kind = rope.pop("rope_theta", 10_000.0), rope.pop("rope_type", "default")
+        blocks = ", ".join(str(layer) for layer in config.target_layers if layer != FINAL)
         return {
             "pairing": PAIRINGS[self.pairing],
-            "layers": config.target_layers,
-            "norms": NORMS[1] if config.fc_norm else NORMS[2] if config.norm_before_fc else NORMS[0],
-            "norm_before_residual": config.norm_before_residual,
-            "norm_output": config.norm_output,
-            "rope": {name: one for name, one in sorted(config.shape.rope_parameters.items()) if one != "default"},
-            "d2t": self.vocabulary,
-            "window": config.window_tokens,
-            "tables": (config.own_embedding, config.unembedding),
+            "layers": f"the inputs of blocks {blocks}" + " and normed final states" * (FINAL in config.target_layers),
+            "norms": NORMS["fc_norm" * config.fc_norm + "norm_before_fc" * config.norm_before_fc],
+            "norm_before_residual": f"norm_before_residual: {str(config.norm_before_residual).lower()}",
+            "norm_output": f"norm_output: {str(config.norm_output).lower()}",
+            "rope": f"RoPE base {theta:,.0f}" + (f", scaled as {kind} {rope}" if kind != "default" else ""),
+            "d2t": f"d2t as {self.d2t}",
+            "window": f"a window of {config.window_tokens}" if config.is_windowed else "no window",
         }
 
-    def differences(self, other: Reading) -> dict[str, object]:
-        """Return the facts of another reading that are others here."""
-        own = self.facts()
-        return {name: one for name, one in other.facts().items() if one != own[name]}
-
-    def __hash__(self) -> int:
-        return hash(repr(self.facts()))
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, Reading) and not self.differences(other)
-
-
-class Opened:
-    """A drafter as it was opened, and all that it could be read as.
-
-    Args:
-        drafter: the drafter.
-        target: its target.
-        d2t: [K] int64 of its files; None: they have none.
-    """
-
-    def __init__(self, drafter: Eagle3Drafter, target: TargetModel, d2t: Tensor | None) -> None:
-        self.drafter, self.n_layer, self.vocabularies = drafter, target.n_layer, {"offsets": drafter.kept}
-        self.target_rope = getattr(target.model.config.get_text_config(), "rope_parameters", None)
-        n_tokens, kept = drafter.config.shape.vocab_size, drafter.kept
-        if d2t is not None and kept is not None:
-            d2t = d2t.to(kept.device)
-            as_offsets = d2t + torch.arange(len(d2t), device=kept.device)
-            if torch.equal(kept, d2t):  # which had to be guessed
-                self.vocabularies = {"ids": kept, "offsets": as_offsets}
-            elif torch.equal(kept, as_offsets):
-                self.vocabularies["ids"] = d2t
-            if not torch.equal(as_offsets, as_offsets.sort().values):
-                self.vocabularies["offsets, rows ascending by id"] = kept.sort().values
-        self.vocabularies = {name: ids for name, ids in self.vocabularies.items() if is_map(ids, n_tokens)}
-        self.first = Reading(drafter.config, vocabulary=next(iter(self.vocabularies)))
-
-    def others(self, now: Reading) -> Iterator[Reading]:
-        """Yield readings that differ from one in one fact: the mistakes that are known."""
-        config, shape = now.config, now.config.shape
-        for layers in layer_sets(config.target_layers, self.n_layer):
-            yield replace(now, config=replace(config, target_layers=layers))
-        for flag in ("norm_before_residual", "norm_output"):
-            yield replace(now, config=replace(config, **{flag: not getattr(config, flag)}))
-        for norms in NORMS:
-            yield replace(now, config=replace(config, **{flag: flag == norms for flag in NORMS[1:]}))
-        plain = {"rope_type": "default", "rope_theta": shape.rope_parameters.get("rope_theta", 10_000.0)}
-        for rope in (self.target_rope, plain, {"rope_type": "default", "rope_theta": 10_000.0}):
-            if rope:
-                yield replace(now, config=replace(config, shape=replace(shape, rope_parameters=dict(rope))))
-        yield from (replace(now, pairing=pairing) for pairing in PAIRINGS)
-        yield from (replace(now, vocabulary=name) for name in self.vocabularies)
-
-    def drafter_of(self, reading: Reading) -> Eagle3Drafter:
-        """Return the drafter that a reading is, over the same tensors."""
-        with torch.device("meta"):
-            other = Eagle3Drafter(reading.config)
-        state = self.drafter.state_dict()
-        norms = [one for name, one in state.items() if name.startswith(("state_norms.", "states_norm."))]
-        n_states = len(reading.config.target_layers)
-        whole = torch.cat(norms) if norms else state["norm.weight"].new_ones(n_states * len(state["norm.weight"]))
-        parts = {f"state_norms.{i}.weight": part for i, part in enumerate(whole.chunk(n_states))}
-        held = {"states_norm.weight": whole, **parts, **state, "kept": self.vocabularies[reading.vocabulary]}
-        other.load_state_dict({name: held[name] for name in other.state_dict()}, assign=True)
-        other.tables, other.rope = self.drafter.tables, Rope(reading.config.shape)
-        return other
-
-    def acceptance(self, reading: Reading, answers: Sequence[Answer], k: int) -> Acceptance:
-        """Return the acceptance of a reading on answers with the inputs of all blocks, and final states behind them."""
-        drafter, layers = self.drafter_of(reading), list(reading.config.target_layers)
-
-        def drafted(answer: Answer) -> tuple[Tensor, Tensor | None]:
-            tokens, captured, known = answer.tokens, answer.captured[:, :, layers].to(drafter.norm.weight.dtype), 0
-            if reading.pairing == "unshifted":
-                tokens = F.pad(tokens[:, :-1], (1, 0))
-            elif reading.pairing == "plain":  # what its first step predicts is the root
-                captured, known = F.pad(captured[:, 1:], (0, 0, 0, 0, 0, 1)), 1
-            elif reading.pairing == "shifted twice":
-                captured = F.pad(captured[:, :-1], (0, 0, 0, 0, 1, 0))
-            steps = unrolled(drafter, tokens, captured, k + known, k, answer.first - known)
-            n_drafts = len(answer.p) // k
-            hidden = torch.stack([step[0, :n_drafts] for step in steps[known:]], dim=1).flatten(0, 1)
-            return F.linear(hidden, drafter.unembedding.to(hidden.dtype)), drafter.kept
-
-        return acceptance(answers, k, drafted)
-
-
-def is_map(ids: Tensor | None, n_tokens: int) -> bool:
-    """Whether a draft vocabulary [K] has tokens that exist, each once; None has all."""
-    return ids is None or (int(ids.min()) >= 0 and int(ids.max()) < n_tokens and len(ids.unique()) == len(ids))
-
-
-def layer_sets(now: tuple[int, ...], n_layer: int) -> Iterator[tuple[int, ...]]:
-    """Yield the blocks whose inputs may have been meant: those of other conventions, one off, and final states."""
-    n_states = len(now)
-    known = [now] + ([default_layers(n_layer), (n_layer // 4, n_layer // 2, 3 * n_layer // 4)] if n_states == 3 else [])
-    if n_states > 1:  # those of block drafters
-        known.append(tuple(2 + round(i * (n_layer - 4) / (n_states - 1)) for i in range(n_states)))
-    moved = [tuple(layer + off for layer in layers) for layers in known for off in (0, 1, -1)]
-    for layers in dict.fromkeys([*moved, *((*layers[:-1], FINAL) for layers in known)]):
-        whole = [layer for layer in layers if layer != FINAL]
-        if sorted(set(whole)) == whole and all(0 <= layer < n_layer for layer in whole):
-            yield layers
+    def unlike(self, other: Reading) -> dict[str, str]:
+        """Return the facts that are others in another reading."""
+        theirs = other.facts()
+        return {name: said for name, said in self.facts().items() if said != theirs[name]}
 
 
 class Readings:
-    """What readings of a drafter accept on the same answers; each is measured once."""
+    """A drafter as it was opened, all that it could be read as, and what readings accept of the same answers.
 
-    def __init__(self, opened: Opened, answers: Sequence[Answer], k: int) -> None:
-        self.opened, self.answers, self.k = opened, answers, k
-        self.measured: dict[Reading, Acceptance] = {}
+    Args:
+        drafter: as it was opened.
+        target: whose answers they are.
+        d2t: [K] int64 of its files; None: they have none.
+        answers: with the inputs of all blocks of the target, and the final states behind these.
+        k: tokens of a draft.
+    """
+
+    def __init__(
+        self, drafter: Eagle3Drafter, target: TargetModel, d2t: Tensor | None, answers: Sequence[Answer], k: int
+    ) -> None:
+        self.drafter, self.target, self.answers, self.k = drafter, target, answers, k
+        self.vocabularies: dict[str, Tensor | None] = {"offsets": drafter.kept}
+        if d2t is not None and drafter.kept is not None:
+            ids = d2t.to(drafter.kept.device)
+            offsets = ids + torch.arange(len(ids), device=ids.device)
+            if torch.equal(drafter.kept, ids):  # which had to be guessed
+                self.vocabularies = {"ids": ids, "offsets": offsets}
+            elif torch.equal(drafter.kept, offsets):
+                self.vocabularies |= {"ids": ids, "offsets, and rows ascending by id": offsets.sort().values}
+        self.vocabularies = {name: ids for name, ids in self.vocabularies.items() if self._is_map(ids)}
+        self.first = Reading(drafter.config, d2t=next(iter(self.vocabularies)))
+        self._measured: dict[tuple[str, ...], tuple[Reading, Acceptance]] = {}
+
+    def _is_map(self, ids: Tensor | None) -> bool:
+        if ids is None:
+            return True
+        return 0 <= int(ids.min()) <= int(ids.max()) < self.target.vocab_size and len(ids.unique()) == len(ids)
+
+    @property
+    def tried(self) -> list[Reading]:
+        """What was measured, the highest expected tau first, without the control."""
+        found = [one for one, _ in self._measured.values() if one.pairing != "elsewhere"]
+        return sorted(found, key=lambda one: -self[one].tau().value)
 
     def __getitem__(self, reading: Reading) -> Acceptance:
-        if reading not in self.measured:
-            self.measured[reading] = self.opened.acceptance(reading, self.answers, self.k)
-        return self.measured[reading]
+        """Return the acceptance of a reading, which is measured once."""
+        key = tuple(reading.facts().values())
+        if key not in self._measured:
+            self._measured[key] = reading, self._acceptance(reading)
+        return self._measured[key][1]
 
     def is_better(self, one: Reading, other: Reading) -> bool:
-        """Whether a reading has a higher expected tau than another beyond the paired 95 % interval."""
+        """Whether a reading has a higher expected tau than another, beyond the paired 95 % interval."""
         gain = self[one].gain_over(self[other])
         return gain.low > 0 and gain.value > SAME
 
     def best(self) -> Reading:
         """Try all known mistakes, and others on top of the one that explains the most, until none does."""
-        best = self.opened.first
-        while True:
-            others = [one for one in dict.fromkeys(self.opened.others(best)) if one != best]
+        best, better = None, self.first
+        while best is None or (better is not best and self.is_better(better, best)):
+            best, others = better, [*self.others(better)]
             with stage("trying other readings", len(others)) as advance:
                 for one in others:
                     self[one]
                     advance()
-            better = max(others, key=lambda one: self[one].tau().value)
-            if not self.is_better(better, best):
-                return best
-            best = better
+            better = max([best, *others], key=lambda one: self[one].tau().value)
+        return best
+
+    def others(self, now: Reading) -> Iterator[Reading]:
+        """Yield the readings that differ from one in one fact."""
+        config, shape = now.config, now.config.shape
+        theta, of_target = shape.rope_parameters.get("rope_theta"), self.target.model.config.get_text_config()
+        ropes = [{"rope_type": "default", "rope_theta": one or 10_000.0} for one in (10_000.0, theta)]
+        changes: list[dict] = [{"target_layers": layers} for layers in self.layer_sets()]
+        changes += [{flag: not getattr(config, flag)} for flag in ("norm_before_residual", "norm_output")]
+        changes += [{flag: flag == norms for flag in NORMS if flag} for norms in NORMS]
+        for rope in (*ropes, getattr(of_target, "rope_parameters", None)):
+            changes += [{"shape": replace(shape, rope_parameters=dict(rope))}] if rope else []
+        found = [replace(now, config=replace(config, **change)) for change in changes]
+        found += [replace(now, pairing=pairing) for pairing in PAIRINGS if pairing != "elsewhere"]
+        found += [replace(now, d2t=name) for name in self.vocabularies]
+        yield from (one for one in found if one.unlike(now))
+
+    def layer_sets(self) -> Iterator[tuple[int, ...]]:
+        """Yield blocks whose inputs may have been meant: those of conventions, one off, and final states."""
+        n, now = self.target.n_layer, self.first.config.target_layers
+        known = [now, default_layers(n), (n // 4, n // 2, 3 * n // 4)]
+        if len(now) > 1:  # those of block drafters
+            known.append(tuple(2 + round(i * (n - 4) / (len(now) - 1)) for i in range(len(now))))
+        moved = [tuple(layer + off for layer in layers) for layers in known for off in (0, 1, -1)]
+        for layers in dict.fromkeys([*moved, *((*layers[:-1], FINAL) for layers in known)]):
+            blocks = [layer for layer in layers if layer != FINAL]
+            if len(layers) == len(now) and sorted(set(blocks)) == blocks and set(blocks) <= set(range(n)):
+                yield layers
+
+    def drafter_of(self, reading: Reading) -> Eagle3Drafter:
+        """Return the drafter that a reading is, over the same tensors."""
+        with torch.device("meta"):
+            other = Eagle3Drafter(reading.config)
+        state, n_states = self.drafter.state_dict(), len(reading.config.target_layers)
+        norms = [one for name, one in state.items() if name.startswith(("state_norms.", "states_norm."))]
+        whole = torch.cat(norms) if norms else state["norm.weight"].new_ones(n_states * len(state["norm.weight"]))
+        state |= {f"state_norms.{i}.weight": part for i, part in enumerate(whole.chunk(n_states))}
+        state |= {"states_norm.weight": whole, "kept": self.vocabularies[reading.d2t]}
+        other.load_state_dict({name: state[name] for name in other.state_dict()}, assign=True)
+        other.tables, other.rope = self.drafter.tables, Rope(reading.config.shape)
+        return other
+
+    def _acceptance(self, reading: Reading) -> Acceptance:
+        drafter, layers = self.drafter_of(reading), list(reading.config.target_layers)
+        known = int(reading.pairing == "next")  # whose first step predicts the root
+
+        def drafted(answer: Answer) -> tuple[Tensor, Tensor | None]:
+            tokens, captured = answer.tokens, answer.captured[:, :, layers]
+            if reading.pairing == "unshifted":
+                tokens = F.pad(tokens[:, :-1], (1, 0))
+            elif reading.pairing == "next":
+                captured = captured.roll(-1, 1)
+            elif reading.pairing == "twice":
+                captured = F.pad(captured[:, :-1], (0, 0, 0, 0, 1, 0))
+            elif reading.pairing == "elsewhere":
+                captured = captured.roll(captured.shape[1] // 2, 1)
+            steps = unrolled(drafter, tokens, captured, self.k + known, self.k, answer.first - known)[known:]
+            hidden = torch.stack([one[0, : len(answer.p) // self.k] for one in steps], dim=1).flatten(0, 1)
+            return F.linear(hidden, drafter.unembedding.to(hidden.dtype)), drafter.kept
+
+        return acceptance(self.answers, self.k, drafted)
