@@ -48,6 +48,11 @@ class Acceptance:
     accepted: np.ndarray  # [n]: tokens that are accepted where all is greedy
     drafts: np.ndarray  # [n]
 
+    @property
+    def value(self) -> float:
+        """The expected tau."""
+        return float(expected_tau(*self.alpha.sum(0), self.drafts.sum()))
+
     def tau(self) -> Estimate:
         return of_sums(expected_tau, *self.alpha.T, self.drafts)
 

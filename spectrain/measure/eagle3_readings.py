@@ -21,6 +21,7 @@ from spectrain.target.target import FINAL, TargetModel
 from spectrain.terminal import stage
 
 SAME = 0.01  # of tau: readings that differ by less are alike to a user
+SURE = 1.6  # times its 95 % interval that a gain must exceed, because the best of some thirty is looked at
 PAIRINGS = {
     "shifted": "tokens shifted by one against the states",
     "unshifted": "tokens that are not shifted against the states, to predict the token after the next",
@@ -80,14 +81,16 @@ class Readings:
         self, drafter: Eagle3Drafter, target: TargetModel, d2t: Tensor | None, answers: Sequence[Answer], k: int
     ) -> None:
         self.drafter, self.target, self.answers, self.k = drafter, target, answers, k
-        self.vocabularies: dict[str, Tensor | None] = {"offsets": drafter.kept}
-        if d2t is not None and drafter.kept is not None:
-            ids = d2t.to(drafter.kept.device)
-            offsets = ids + torch.arange(len(ids), device=ids.device)
-            if torch.equal(drafter.kept, ids):  # which had to be guessed
-                self.vocabularies = {"ids": ids, "offsets": offsets}
-            elif torch.equal(drafter.kept, offsets):
-                self.vocabularies |= {"ids": ids, "offsets, and rows ascending by id": offsets.sort().values}
+        kept = drafter.kept
+        self.vocabularies: dict[str, Tensor | None] = {"offsets": kept}
+        if d2t is not None and kept is not None:
+            ids = d2t.to(kept.device)
+            read = {"offsets": ids + torch.arange(len(ids), device=ids.device), "ids": ids}
+            own = next((name for name, one in read.items() if torch.equal(one, kept)), None)
+            if own is not None:  # ours are opened in another order than that of the file
+                read = {own: kept, **read, "offsets, and rows ascending by id": read["offsets"].sort().values}
+                alike = [name for name, one in read.items() if name != own and torch.equal(one, kept)]
+                self.vocabularies = {name: one for name, one in read.items() if name not in alike}
         self.vocabularies = {name: ids for name, ids in self.vocabularies.items() if self._is_map(ids)}
         self.first = Reading(drafter.config, d2t=next(iter(self.vocabularies)))
         self._measured: dict[tuple[str, ...], tuple[Reading, Acceptance]] = {}
@@ -101,7 +104,7 @@ class Readings:
     def tried(self) -> list[Reading]:
         """What was measured, the highest expected tau first, without the control."""
         found = [one for one, _ in self._measured.values() if one.pairing != "elsewhere"]
-        return sorted(found, key=lambda one: -self[one].tau().value)
+        return sorted(found, key=lambda one: -self[one].value)
 
     def __getitem__(self, reading: Reading) -> Acceptance:
         """Return the acceptance of a reading, which is measured once."""
@@ -111,9 +114,9 @@ class Readings:
         return self._measured[key][1]
 
     def is_better(self, one: Reading, other: Reading) -> bool:
-        """Whether a reading has a higher expected tau than another, beyond the paired 95 % interval."""
+        """Whether a reading has surely a higher expected tau than another, by the paired interval."""
         gain = self[one].gain_over(self[other])
-        return gain.low > 0 and gain.value > SAME
+        return gain.value > max(SAME, SURE * (gain.value - gain.low))
 
     def best(self) -> Reading:
         """Try all known mistakes, and others on top of the one that explains the most, until none does."""
@@ -124,7 +127,7 @@ class Readings:
                 for one in others:
                     self[one]
                     advance()
-            better = max([best, *others], key=lambda one: self[one].tau().value)
+            better = max([best, *others], key=lambda one: self[one].value)
         return best
 
     def others(self, now: Reading) -> Iterator[Reading]:
