@@ -298,7 +298,7 @@ class Check:
     prompts: FilePath | None = option(
         None, "as for spectrain.bench; null: chat, code and math, or code where the target has no chat template"
     )
-    limit: Several = option(24, "the most prompts")
+    limit: Several = option(16, "the most prompts")
     chat: bool | Literal["auto"] = CHAT
     max_new_tokens: Whole = option(64, "the most tokens per answer")
     answer_s: Positive = option(20.0, "seconds after which no more prompts are answered, eight at least")

@@ -1,19 +1,19 @@
 """Check the folder of an EAGLE-3 drafter: how it was trained, what its files say, and what engines make of them.
 
-The rules of engines are those of vLLM 0.33.0 and SGLang 0.5.23 (`llama_eagle3.py` of both, and how vLLM's runners
-choose layers). Each takes other keys for the same, has its own defaults, and passes over what it does not know.
+The rules of engines are those of vLLM 0.33.0 and SGLang 0.5.23: of `llama_eagle3.py` in both, and of how vLLM's runners
+choose layers. Each takes other keys for the same, has its own defaults, and passes over what it does not know.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 
 from safetensors import safe_open
 
 from spectrain.measure.acceptance import Acceptance, Answer
-from spectrain.measure.eagle3_readings import SAME, Reading, Readings
+from spectrain.measure.eagle3_readings import Reading, Readings
 from spectrain.models.eagle3 import default_layers, load
 from spectrain.models.eagle3_folders import ARCHITECTURE, FLAGS, LAYERS, ROPE
 from spectrain.stores.files import load_json
@@ -21,19 +21,12 @@ from spectrain.target.loading import fetched
 from spectrain.target.target import FINAL, TargetModel
 
 VLLM, SGLANG = "vLLM 0.33", "SGLang 0.5.23"
-USES_STATES = 1.2  # times what it drafts without knowing the states: so much a drafter gains by them at the least
+CLASSES = {
+    VLLM: (ARCHITECTURE, "Eagle3LlamaForCausalLM", "Eagle3Qwen3ForCausalLM", "LlamaForCausalLM", "Eagle3DraftModel"),
+    SGLANG: (ARCHITECTURE,),
+}
 KEYS = ("architectures", LAYERS, "eagle_config", *FLAGS, *ROPE, "draft_vocab_size", "tie_word_embeddings")
-OF_VLLM = (ARCHITECTURE, "Eagle3LlamaForCausalLM", "Eagle3Qwen3ForCausalLM", "LlamaForCausalLM")
-
-
-@dataclass(frozen=True)
-class Served:
-    """A folder in an engine."""
-
-    engine: str
-    reading: Reading
-    refusals: list[str]  # why it does not load it
-    notes: list[str]  # what it passes over
+USES_STATES = 1.2  # times what it drafts without knowing the states: so much a drafter gains by them at the least
 
 
 def capture_layers(target: TargetModel) -> tuple[int, ...]:
@@ -41,9 +34,7 @@ def capture_layers(target: TargetModel) -> tuple[int, ...]:
     return (*range(target.n_layer), FINAL)
 
 
-def check(
-    folder: str, target: TargetModel, answers: Sequence[Answer], k: int
-) -> tuple[Acceptance, dict[str, list | dict]]:
+def check(folder: str, target: TargetModel, answers: Sequence[Answer], k: int) -> tuple[Acceptance, dict[str, object]]:
     """Return the acceptance of a drafter as its files say, and what is to be said of the folder.
 
     `files` are the keys of its config.json that decide how it is read; `readings` what was tried, the best first;
@@ -56,9 +47,9 @@ def check(
         with safe_open(file, "pt") as tensors:
             d2t = tensors.get_tensor("d2t") if "d2t" in tensors.keys() else d2t  # noqa: SIM118
     found = Readings(drafter, target, d2t, answers, k)
-    first, best = found.first, found.best()
-    control, wrong = found[replace(best, pairing="elsewhere")].tau(), []
-    if found[best].value - 1 < USES_STATES * (control.value - 1):
+    first, best, wrong = found.first, found.best(), []
+    control = found.measured(best, of="foreign").tau()
+    if found.measured(best).value - 1 < USES_STATES * (control.value - 1):
         best = first  # what is better among noise
         wrong.append(
             f"It makes nothing of this target's states: with those of other places of the text tau is {control}. It "
@@ -66,22 +57,19 @@ def check(
         )
     elif best.unlike(first):
         wrong.append(f"It was trained with {_words(best, first)}: {_gain(found, best, first)}.")
-    engines = [_of_engine(one, found, best) for one in _served(files, found)]
-    said = {
-        "files": {key: files[key] for key in KEYS if key in files},
-        "readings": [
-            {
-                "reading": _words(one, first) or "as its files say",
-                "tau": found[one].tau().as_json(),
-                "gain": found[one].gain_over(found[first]).as_json() if one.unlike(first) else None,
-            }
-            for one in found.tried
-        ],
-        "engines": engines,
-        "wrong": wrong + [one["said"] for one in engines if one["write"]],
-        "notes": [one["said"] for one in engines if not one["write"]] + _not_told(found, best),
-    }
-    return found[first], said
+    engines = [_engine(one, files, found, best) for one in CLASSES]
+    readings = [
+        {
+            "reading": _words(one, first) or "as its files say",
+            "tau": found.measured(one).tau().as_json(),
+            "gain": found.gain(one, first).as_json() if one.unlike(first) else None,
+        }
+        for one in found.tried
+    ]
+    said = {"files": {key: files[key] for key in KEYS if key in files}, "readings": readings, "engines": engines}
+    said["wrong"] = wrong + [one["said"] for one in engines if one["write"]]
+    said["notes"] = [one["said"] for one in engines if not one["write"]] + _not_told(found, best)
+    return found.measured(first), said
 
 
 def _words(one: Reading, other: Reading) -> str:
@@ -89,92 +77,67 @@ def _words(one: Reading, other: Reading) -> str:
 
 
 def _gain(found: Readings, better: Reading, than: Reading) -> str:
-    gain = found[better].gain_over(found[than])
-    taus = f"tau {found[better].value:.2f} in place of {found[than].value:.2f}"
+    gain = found.gain(better, than)
+    taus = f"tau {found.measured(better).value:.2f} in place of {found.measured(than).value:.2f}"
     return f"{taus} (+{gain.value:.2f} [{gain.low:.2f}, {gain.high:.2f}])"
 
 
 def _not_told(found: Readings, best: Reading) -> list[str]:
     """Say which RoPE drafts as well as the best reading's on these texts."""
-    alike = []
-    for one in found.tried:
-        if best.unlike(one).keys() == {"rope"}:
-            gain = found[one].gain_over(found[best])
-            alike += [_words(one, best)] if gain.high > 0 or abs(gain.value) < SAME else []
-    longest = max(answer.tokens.shape[1] for answer in found.answers)
-    told = f"Texts of up to {longest} tokens do not tell {' or '.join(alike)} from {best.facts()['rope']}"
-    return [f"{told}; give prompts= of longer texts."] if alike else []
+    ropes = [one for one in found.tried if best.unlike(one).keys() == {"rope"} and not found.is_better(best, one)]
+    longest = max(answer.tokens.shape[1] for answer in found.far)
+    alike = " or ".join(_words(one, best) for one in ropes)
+    told = f"Texts of up to {longest} tokens do not tell {alike} from {best.facts()['rope']}"
+    return [f"{told}; give prompts= of longer texts."] if ropes else []
 
 
-def _served(files: Mapping, found: Readings) -> list[Served]:
-    """Return how each engine reads a folder whose config.json has these keys."""
-    inner, first = files.get("eagle_config") or {}, found.first.config
-    is_speculators, named = "speculators_model_type" in files, files.get("architectures") or []
+def _engine(engine: str, files: Mapping, found: Readings, best: Reading) -> dict[str, object]:
+    """Return how an engine reads a folder, its tau, and what to write so that it reads it as it was trained."""
+    inner, config, n_layer = files.get("eagle_config") or {}, found.first.config, found.target.n_layer
+    is_vllm, named = engine == VLLM, files.get("architectures") or []
+    outputs = inner.get(LAYERS) or ()  # to vLLM's V1 runner inputs, as they are
+    layers = (files.get(LAYERS) or outputs) if is_vllm else [layer + 1 for layer in outputs]
+    layers = tuple(sorted(set(layers or default_layers(n_layer))))
     flags = {flag: bool(files.get(flag, inner.get(flag))) for flag in FLAGS}
-    n_states = files.get("num_aux_hidden_states") or len(inner.get(LAYERS) or (0, 0, 0))
-    layers = {
-        VLLM: files.get(LAYERS) or inner.get(LAYERS),  # the second as they are
-        SGLANG: [layer + 1 for layer in inner.get(LAYERS) or ()],
-    }
-    engines = []
-    for engine, knows in {VLLM: OF_VLLM, SGLANG: (ARCHITECTURE,)}.items():
-        refusals, notes, own = [], [], dict(flags)
-        chosen = tuple(sorted(set(layers[engine] or default_layers(found.target.n_layer))))
-        if not (is_speculators and engine == VLLM) and not set(named) & set(knows):
-            refusals.append(f"it knows none of architectures: {named}; write [{ARCHITECTURE}]")
-        if len(chosen) != len(first.target_layers) or max(chosen) >= found.target.n_layer:
-            refusals.append(f"it would give fc the inputs of blocks {', '.join(map(str, chosen))}")
-        elif n_states != len(chosen) and not is_speculators:
-            refusals.append(f"it makes fc for {n_states} states; write num_aux_hidden_states: {len(chosen)}")
-        if "offsets" not in found.vocabularies:
-            refusals.append("it adds the number of the row to d2t, which leads out of the vocabulary; write offsets")
-        if engine == SGLANG:
-            notes += ["it ignores norm_before_residual"] if own["norm_before_residual"] else []
-            notes += ["it takes the embedding for lm_head"] if files.get("tie_word_embeddings") else []
-            own["norm_before_residual"] = False
-        elif is_speculators:
-            own["norm_before_residual"] = bool(files.get("norm_before_residual", True))
-        window = f"; serve with --speculative-draft-window-size {first.window_tokens}" * (engine == SGLANG)
-        notes += [f"it has no window of {first.window_tokens}{window}"] if first.is_windowed else []
-        chosen = first.target_layers if refusals else chosen
-        config = replace(first, target_layers=chosen, window_tokens=first.shape.max_positions, **own)
-        engines.append(Served(engine, Reading(config), refusals, notes))
-    return engines
-
-
-def _of_engine(one: Served, found: Readings, best: Reading) -> dict[str, object]:
-    """Return what is said of an engine, its tau, and what to write so that it reads a folder as it was trained."""
-    if one.refusals:
-        said = f"{one.engine} does not load it: {', and '.join(one.refusals)}."
-        return {"engine": one.engine, "tau": None, "said": said, "write": one.refusals}
-    tau, notes = found[one.reading].tau(), "".join(f"; {note}" for note in one.notes)
-    result = {"engine": one.engine, "tau": tau.as_json()}
-    if not found.is_better(best, one.reading):
-        return result | {"said": f"{one.engine} reads it as it was trained, tau {tau.value:.2f}{notes}.", "write": []}
-    lines = [_to_write(one.engine, name, best) for name in best.unlike(one.reading) if name != "window"]
-    reads = f"{one.engine} reads {_words(one.reading, best)}, but it was trained with {_words(best, one.reading)}"
-    said = f"{reads}; {' and '.join(lines)}: {_gain(found, best, one.reading)}{notes}."
-    return result | {"said": said, "write": lines if all(line.startswith("write ") for line in lines) else []}
+    flags["norm_before_residual"] = is_vllm and bool(
+        files.get("norm_before_residual", "speculators_model_type" in files)
+    )
+    why = [] if set(named) & set(CLASSES[engine]) else [f"of architectures it knows {ARCHITECTURE}, not {named}"]
+    if len(layers) != len(config.target_layers) or max(layers) >= n_layer:
+        why.append(f"it would give fc the inputs of blocks {', '.join(map(str, layers))}")
+    if "offsets" not in found.vocabularies:
+        why.append("it adds the rows' numbers to d2t, which leads out of the vocabulary; write offsets")
+    if why:
+        write = [one for one in why if "; write " in one]
+        return {"engine": engine, "tau": None, "said": f"{engine} does not load it: {', '.join(why)}.", "write": write}
+    reading = Reading(replace(config, target_layers=layers, window_tokens=config.shape.max_positions, **flags))
+    tau, notes = found.measured(reading).tau(), ""
+    if config.is_windowed:
+        option = "" if is_vllm else f" without --speculative-draft-window-size {config.window_tokens}"
+        notes += f"; it attends to the whole text{option}"
+    if files.get("tie_word_embeddings") and not is_vllm:
+        notes += "; it takes the embedding for lm_head"
+    write, said = [], f"reads it as it was trained, tau {tau.value:.2f}"
+    if found.is_better(best, reading):
+        write = [_to_write(engine, name, best) for name in best.unlike(reading) if name != "window"]
+        said = f"reads {_words(reading, best)}, but it was trained with {_words(best, reading)}; "
+        said += f"{' and '.join(write)}: {_gain(found, best, reading)}"
+    write = write if all(one.startswith("write ") for one in write) else []
+    return {"engine": engine, "tau": tau.as_json(), "said": f"{engine} {said}{notes}.", "write": write}
 
 
 def _to_write(engine: str, name: str, wanted: Reading) -> str:
     """Return what to write so that an engine reads this fact of a folder as wanted, or what else to do."""
-    config, layers = wanted.config, wanted.config.target_layers
-    rope = {key: value for key, value in config.shape.rope_parameters.items() if key != "rope_theta"}
-    scaling = "null" if rope.get("rope_type", "default") == "default" else rope
+    config, layers, rope = wanted.config, wanted.config.target_layers, dict(wanted.config.shape.rope_parameters)
     if name == "norm_before_residual" and engine == SGLANG:
         return "serve it with vLLM, because SGLang never norms the residual"
     if name == "pairing" or (name == "layers" and FINAL in layers):
         return "train it again, because no engine reads it so"
-    where = LAYERS if engine == VLLM else f"eagle_config.{LAYERS}"
-    return (
-        "write "
-        + {
-            "layers": f"{where}: {[layer - (engine == SGLANG) for layer in layers]}",
-            "norms": f"fc_norm: {str(config.fc_norm).lower()}, norm_before_fc: {str(config.norm_before_fc).lower()}",
-            "norm_before_residual": f"norm_before_residual: {str(config.norm_before_residual).lower()}",
-            "norm_output": f"norm_output: {str(config.norm_output).lower()}",
-            "rope": f"rope_theta: {config.shape.rope_parameters.get('rope_theta')}, rope_scaling: {scaling}",
-            "d2t": "d2t as target id - row, with ids in the order of lm_head's rows",
-        }[name]
-    )
+    theta, is_scaled = rope.pop("rope_theta", None), rope.get("rope_type", "default") != "default"
+    ids = f"{LAYERS}: {list(layers)}" if engine == VLLM else f"eagle_config.{LAYERS}: {[one - 1 for one in layers]}"
+    return "write " + {
+        "layers": ids,
+        "norms": ", ".join(f"{flag}: {str(getattr(config, flag)).lower()}" for flag in ("fc_norm", "norm_before_fc")),
+        "rope": f"rope_theta: {theta}, rope_scaling: {rope if is_scaled else 'null'}",
+        "d2t": "d2t as target id - row, with ids in the order of lm_head's rows",
+    }.get(name, wanted.facts()[name])

@@ -9,12 +9,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from spectrain.measure.acceptance import Acceptance, Answer, acceptance
+from spectrain.measure.acceptance import Acceptance, Answer, acceptance, joined
+from spectrain.measure.statistics import Estimate
 from spectrain.models.eagle3 import Eagle3Config, Eagle3Drafter, default_layers, unrolled
 from spectrain.target.llama import Rope
 from spectrain.target.target import FINAL, TargetModel
@@ -22,12 +24,12 @@ from spectrain.terminal import stage
 
 SAME = 0.01  # of tau: readings that differ by less are alike to a user
 SURE = 1.6  # times its 95 % interval that a gain must exceed, because the best of some thirty is looked at
+CLOSE = 6  # readings whose order is looked at more closely
 PAIRINGS = {
     "shifted": "tokens shifted by one against the states",
     "unshifted": "tokens that are not shifted against the states, to predict the token after the next",
     "next": "tokens that are not shifted against the states, to predict the next token",
     "twice": "tokens shifted by two against the states",
-    "elsewhere": "states of other places of the text",  # the control: what is drafted without knowing them
 }
 NORMS = {
     "": "no norm before fc",
@@ -80,7 +82,7 @@ class Readings:
     def __init__(
         self, drafter: Eagle3Drafter, target: TargetModel, d2t: Tensor | None, answers: Sequence[Answer], k: int
     ) -> None:
-        self.drafter, self.target, self.answers, self.k = drafter, target, answers, k
+        self.drafter, self.target, self.own, self.k = drafter, target, answers, k
         kept = drafter.kept
         self.vocabularies: dict[str, Tensor | None] = {"offsets": kept}
         if d2t is not None and kept is not None:
@@ -93,30 +95,56 @@ class Readings:
                 self.vocabularies = {name: one for name, one in read.items() if name not in alike}
         self.vocabularies = {name: ids for name, ids in self.vocabularies.items() if self._is_map(ids)}
         self.first = Reading(drafter.config, d2t=next(iter(self.vocabularies)))
-        self._measured: dict[tuple[str, ...], tuple[Reading, Acceptance]] = {}
+        self._measured: dict[tuple, tuple[Reading, Acceptance]] = {}
 
     def _is_map(self, ids: Tensor | None) -> bool:
         if ids is None:
             return True
         return 0 <= int(ids.min()) <= int(ids.max()) < self.target.vocab_size and len(ids.unique()) == len(ids)
 
+    @cached_property
+    def far(self) -> list[Answer]:
+        """Answers so far from the beginning of their text that rotations and windows differ."""
+        return joined(self.target, self.own)
+
+    @cached_property
+    def foreign(self) -> list[Answer]:
+        """Answers with the states of other places: what a drafter does without knowing them."""
+        halves = [one.tokens.shape[1] // 2 for one in self.own]
+        return [replace(one, captured=one.captured.roll(n, 1)) for one, n in zip(self.own, halves, strict=True)]
+
     @property
     def tried(self) -> list[Reading]:
-        """What was measured, the highest expected tau first, without the control."""
-        found = [one for one, _ in self._measured.values() if one.pairing != "elsewhere"]
-        return sorted(found, key=lambda one: -self[one].value)
+        """What was measured, the highest expected tau first."""
+        found = {key[0]: one for key, (one, _) in self._measured.items()}
+        return sorted(found.values(), key=lambda one: -self.measured(one).value)
 
-    def __getitem__(self, reading: Reading) -> Acceptance:
-        """Return the acceptance of a reading, which is measured once."""
-        key = tuple(reading.facts().values())
+    def measured(self, reading: Reading, every: int | None = None, of: str = "own") -> Acceptance:
+        """Return the acceptance of a reading, which is measured once.
+
+        Args:
+            reading: of the drafter.
+            every: distance of two roots; None: k.
+            of: which answers, own, far or foreign.
+        """
+        key = tuple(reading.facts().values()), every or self.k, of
         if key not in self._measured:
-            self._measured[key] = reading, self._acceptance(reading)
+            self._measured[key] = reading, self._acceptance(reading, getattr(self, of), every or self.k)
         return self._measured[key][1]
 
+    def gain(self, one: Reading, other: Reading) -> Estimate:
+        """Estimate how much higher the expected tau of a reading is: with all roots, where few do not tell."""
+        of = "own" if one.unlike(other).keys().isdisjoint(("rope", "window")) else "far"
+        for every in (self.k, 1):
+            gain = self.measured(one, every, of).gain_over(self.measured(other, every, of))
+            if abs(gain.value) > SURE * (gain.high - gain.low) / 2:
+                break
+        return gain
+
     def is_better(self, one: Reading, other: Reading) -> bool:
-        """Whether a reading has surely a higher expected tau than another, by the paired interval."""
-        gain = self[one].gain_over(self[other])
-        return gain.value > max(SAME, SURE * (gain.value - gain.low))
+        """Whether a reading has surely a higher expected tau than another."""
+        gain = self.gain(one, other)
+        return gain.value > max(SAME, SURE * (gain.high - gain.low) / 2)
 
     def best(self) -> Reading:
         """Try all known mistakes, and others on top of the one that explains the most, until none does."""
@@ -125,9 +153,11 @@ class Readings:
             best, others = better, [*self.others(better)]
             with stage("trying other readings", len(others)) as advance:
                 for one in others:
-                    self[one]
+                    self.measured(one)
                     advance()
-            better = max([best, *others], key=lambda one: self[one].value)
+                top, *close = sorted([best, *others], key=lambda one: -self.measured(one).value)[:CLOSE]
+                close = [one for one in close if not self.is_better(top, one)]
+                better = max([best, top, *close], key=lambda one: self.gain(one, best).value)
         return best
 
     def others(self, now: Reading) -> Iterator[Reading]:
@@ -141,7 +171,7 @@ class Readings:
         for rope in (*ropes, getattr(of_target, "rope_parameters", None)):
             changes += [{"shape": replace(shape, rope_parameters=dict(rope))}] if rope else []
         found = [replace(now, config=replace(config, **change)) for change in changes]
-        found += [replace(now, pairing=pairing) for pairing in PAIRINGS if pairing != "elsewhere"]
+        found += [replace(now, pairing=pairing) for pairing in PAIRINGS]
         found += [replace(now, d2t=name) for name in self.vocabularies]
         yield from (one for one in found if one.unlike(now))
 
@@ -170,7 +200,7 @@ class Readings:
         other.tables, other.rope = self.drafter.tables, Rope(reading.config.shape)
         return other
 
-    def _acceptance(self, reading: Reading) -> Acceptance:
+    def _acceptance(self, reading: Reading, answers: Sequence[Answer], every: int) -> Acceptance:
         drafter, layers = self.drafter_of(reading), list(reading.config.target_layers)
         known = int(reading.pairing == "next")  # whose first step predicts the root
 
@@ -182,10 +212,9 @@ class Readings:
                 captured = captured.roll(-1, 1)
             elif reading.pairing == "twice":
                 captured = F.pad(captured[:, :-1], (0, 0, 0, 0, 1, 0))
-            elif reading.pairing == "elsewhere":
-                captured = captured.roll(captured.shape[1] // 2, 1)
-            steps = unrolled(drafter, tokens, captured, self.k + known, self.k, answer.first - known)[known:]
-            hidden = torch.stack([one[0, : len(answer.p) // self.k] for one in steps], dim=1).flatten(0, 1)
+            steps = unrolled(drafter, tokens, captured, self.k + known, every, answer.first - known)[known:]
+            n_drafts = (len(answer.p) - self.k) // every + 1
+            hidden = torch.stack([one[0, :n_drafts] for one in steps], dim=1)
             return F.linear(hidden, drafter.unembedding.to(hidden.dtype)), drafter.kept
 
-        return acceptance(self.answers, self.k, drafted)
+        return acceptance(answers, self.k, drafted, every)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from dataclasses import replace
 from pathlib import Path
+from typing import NamedTuple
 
 import pytest
 import torch
@@ -19,38 +20,46 @@ from spectrain.target import TargetModel
 from spectrain.target.lean import shape_of
 from tests.conftest import tiny_model
 
-N_TOKENS, N_LAYER, K = 40, 8, 4
+N_TOKENS, MOODS, N_LAYER, K = 40, 5, 8, 4
 WRITTEN = slice(2, 10)  # tokens that texts have
-STEPS, ROWS, TEXT_TOKENS = 110, 16, 24
+STEPS, ROWS, TEXT_TOKENS = 120, 16, 24
 LAYERS = "eagle_aux_hidden_state_layer_ids"
 
 
+class Texts(NamedTuple):
+    """Texts as a target would have written them."""
+
+    tokens: torch.Tensor  # [B, T]
+    captured: torch.Tensor  # [B, T, L + 1, D]
+    p: torch.Tensor  # [B, T, V]
+
+
 class World:
-    """Texts whose next token follows from the last two, and states of a target in which each layer has its own code."""
+    """Texts whose next token follows from the last one and a mood that only the target's states tell.
+
+    Moods of a text go round. Each layer has its own code of token and mood.
+    """
 
     def __init__(self, seed: int = 0) -> None:
         self.generator = torch.Generator().manual_seed(seed)
-        self.follows = torch.randint(WRITTEN.start, WRITTEN.stop, (N_TOKENS, N_TOKENS), generator=self.generator)
-        self.codes = self.draw_codes()
+        self.follows = torch.randint(WRITTEN.start, WRITTEN.stop, (N_TOKENS, MOODS), generator=self.generator)
+        self.codes = [self.draw(N_LAYER + 1, n, 32) * self.draw(N_LAYER + 1, n, 1).exp() for n in (N_TOKENS, MOODS)]
 
-    def draw_codes(self) -> torch.Tensor:
-        codes = torch.randn(N_LAYER + 1, N_TOKENS, 32, generator=self.generator)
-        return 6 * codes * torch.randn(N_LAYER + 1, N_TOKENS, 1, generator=self.generator).exp()
+    def draw(self, *shape: int) -> torch.Tensor:
+        return torch.randn(shape, generator=self.generator)
 
-    def texts(self, n_rows: int, n_tokens: int) -> torch.Tensor:
-        texts = torch.randint(WRITTEN.start, WRITTEN.stop, (n_rows, n_tokens), generator=self.generator)
-        is_random = torch.rand(n_rows, n_tokens, generator=self.generator) < 0.4
-        for t in range(2, n_tokens):
-            follows = self.follows[texts[:, t - 1], texts[:, t - 2]]
-            texts[:, t] = torch.where(is_random[:, t], texts[:, t], follows)
-        return texts
-
-    def p(self, texts: torch.Tensor) -> torch.Tensor:
-        likeliest = F.pad(self.follows[texts[:, 1:], texts[:, :-1]], (1, 0))
-        return F.one_hot(likeliest, N_TOKENS) * 0.8 + 0.2 / N_TOKENS
-
-    def captured(self, texts: torch.Tensor) -> torch.Tensor:
-        return self.codes[:, texts].permute(1, 2, 0, 3)
+    def texts(self, n_rows: int, n_tokens: int) -> Texts:
+        """Draw texts, of which two tokens of five do not follow."""
+        tokens = torch.randint(WRITTEN.start, WRITTEN.stop, (n_rows, n_tokens), generator=self.generator)
+        begins = torch.randint(0, MOODS, (n_rows, 1), generator=self.generator)
+        moods = (begins + torch.arange(n_tokens)) % MOODS
+        follows = torch.rand(n_rows, n_tokens, generator=self.generator) < 0.6
+        for t in range(1, n_tokens):
+            next_tokens = self.follows[tokens[:, t - 1], moods[:, t - 1]]
+            tokens[:, t] = torch.where(follows[:, t], next_tokens, tokens[:, t])
+        p = F.one_hot(self.follows[tokens, moods], N_TOKENS) * 0.8 + 0.2 / N_TOKENS
+        states = 4 * (self.codes[0][:, tokens] + self.codes[1][:, moods])
+        return Texts(tokens, states.permute(1, 2, 0, 3), p)
 
 
 @pytest.fixture(scope="module")
@@ -75,11 +84,11 @@ def drafter(world, target) -> Eagle3Drafter:
     for step in range(STEPS):
         optimizer.param_groups[0]["lr"] = 0.01 * max(0.02, 1 - step / STEPS)
         texts, loss = world.texts(ROWS, TEXT_TOKENS), 0.0
-        states = unrolled(made, texts, world.captured(texts)[:, :, list(layers)], K, first_root=1)
+        states = unrolled(made, texts.tokens, texts.captured[:, :, list(layers)], K, first_root=1)
         for i, state in enumerate(states):
             places, (reached,) = drafted_places(TEXT_TOKENS, i, 1, 1, None)
             log_q = made.lm_head(state[:, reached]).log_softmax(-1)
-            loss = loss - (world.p(texts)[:, places[reached]][..., made.kept] * log_q).sum(-1).mean()
+            loss = loss - (texts.p[:, places[reached]][..., made.kept] * log_q).sum(-1).mean()
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()
@@ -88,11 +97,15 @@ def drafter(world, target) -> Eagle3Drafter:
 
 @pytest.fixture(scope="module")
 def answers(world, drafter) -> list[Answer]:
-    found, first = [], 4 * K
-    for text in world.texts(6, first + 6 * K):
-        p = world.p(text[None])[0, first:]
-        found.append(Answer(text[None], first, world.captured(text[None]), p, p.argmax(-1)))
-    return found
+    texts, first = world.texts(6, 8 * K), 2 * K
+    rows = zip(*(one.split(1) for one in texts), strict=True)
+    return [Answer(tokens, first, captured, p[0, first:]) for tokens, captured, p in rows]
+
+
+@pytest.fixture(autouse=True)
+def _far_answers(monkeypatch):
+    """The target has no states like those of the world, so no answers are read behind one another."""
+    monkeypatch.setattr("spectrain.measure.eagle3_readings.joined", lambda target, answers: answers)
 
 
 @pytest.fixture
@@ -188,9 +201,8 @@ def test_a_drafter_that_was_trained_on_tokens_that_stand_elsewhere_is_named(fold
     assert "; train it again, because no engine reads it so" in said["notes"][0]
 
 
-def test_a_drafter_of_another_target_is_named(folder, target, answers, world):
-    codes = world.draw_codes()
-    other = [replace(one, captured=codes[:, one.tokens].permute(1, 2, 0, 3)) for one in answers]
+def test_a_drafter_of_another_target_is_named(folder, target, answers):
+    other = [replace(one, captured=8 * torch.randn_like(one.captured)) for one in answers]
     (said,) = check(str(folder), target, other, K)[1]["wrong"]
     assert said.startswith("It makes nothing of this target's states")
 
