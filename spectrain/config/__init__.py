@@ -41,6 +41,7 @@ COMMANDS: dict[str, tuple[type, dict[str, str | None]]] = {
     "target": (commands.MakeTarget, {}),
     "export": (commands.Export, {"method": None}),
     "report": (commands.Report, {}),
+    "check": (commands.Check, {"target": "bundled"}),
     "doctor": (commands.Doctor, {}),
     "train": (
         training.Train,
@@ -58,7 +59,7 @@ COMMANDS: dict[str, tuple[type, dict[str, str | None]]] = {
 PURPOSES = {  # what users want, with the commands for it; `spectrain` lists them so
     "make a model answer faster": ("recommend", "chat", "generate", "serve"),
     "train a draft model for it": ("train", "export"),
-    "measure": ("bench", "report", "doctor"),
+    "measure": ("bench", "check", "report", "doctor"),
     "prepare targets and data": ("target", "responses", "activations", "acceptance", "datastore"),
 }
 GROUPS = {  # files of groups that are classes

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
 from annotated_types import Le
+from omegaconf import MISSING
 
 from spectrain.config.fields import group, option
 from spectrain.config.groups import SEED, Artifacts, Built, Configured, Corpus, Sampling, Server, Target
@@ -283,6 +284,23 @@ class Report:
     out: FilePath = option("report.html", "one file that needs no others")
     title: str | None = option(None, "of the page; null: the names of the folders")
     fresh: bool = option(False, "true: replace any file at out")
+
+
+@dataclass
+class Check:
+    """Say how well a drafter drafts for a target, and whether its files say how it was trained."""
+
+    drafter: FilePath = option(MISSING, "folder of a drafter, ours or others'")
+    target: Target = group(Target)
+    prompts: FilePath | None = option(
+        None, "as for spectrain.bench; null: chat, code and math, or code where the target has no chat template"
+    )
+    limit: Several = option(16, "the most prompts")
+    chat: bool | Literal["auto"] = CHAT
+    max_new_tokens: Whole = option(64, "the most tokens per answer")
+    answer_s: Positive = option(20.0, "seconds after which no more prompts are answered, eight at least")
+    gamma: Several = option(4, "tokens of a draft")
+    json: bool = option(False, "true: print the result as JSON in place of the tables")
 
 
 @dataclass

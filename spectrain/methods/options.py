@@ -127,7 +127,7 @@ def given_artifacts(
     """
     given = {kind: folder for kind, folder in {"head": head, "datastore": datastore}.items() if folder}
     for folder in names(drafter):
-        kind = _drafter_kind(folder)
+        kind = drafter_kind(folder)
         option = about(kind).option
         if option != "drafter":
             raise UserError(f"drafter={folder} is of kind {kind}; give it as {option}={folder}")
@@ -137,7 +137,7 @@ def given_artifacts(
     return given
 
 
-def _drafter_kind(path_or_id: str) -> str:
+def drafter_kind(path_or_id: str) -> str:
     folder = Path(path_or_id)
     with suppress(UserError):  # of the hub, which whoever opens the drafter will say
         folder = fetched(path_or_id, "drafter", ["config.json"])

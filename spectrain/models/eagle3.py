@@ -46,6 +46,7 @@ KIND = Kind(
     auto={"eagle3_sssd": ("sssd", "logitspec"), "eagle3": ()},
     engine="eagle3_engines",
     recognises=recognises,
+    check="eagle3_check",
 )
 
 

@@ -29,6 +29,8 @@ class Kind:
     auto: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     # The module of spectrain.exports whose `write_for_engine` writes what other engines need of an export, in `FOLDER`.
     engine: str | None = None
+    # The module of spectrain.measure whose `check` tries other readings of its folders; None: they have one reading.
+    check: str | None = None
     # Whether a config.json that other projects write is of a drafter that this kind reads, or refuses by its name.
     recognises: Callable[[Mapping], bool] | None = None
 

@@ -1,0 +1,220 @@
+"""Other readings of an EAGLE-3 folder: mistakes that load, run, and quietly accept little.
+
+The same tensors fit whatever a row pairs, whichever states it reads, however these are normed and positions rotated,
+and whatever token a row of the unembedding stands for. So each reading is another drafter over the same tensors. On the
+same answers the one that it was trained with accepts the most.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from spectrain.measure.acceptance import Acceptance, Answer, acceptance, joined
+from spectrain.measure.statistics import Estimate
+from spectrain.models.eagle3 import Eagle3Config, Eagle3Drafter, default_layers, unrolled
+from spectrain.target.llama import Rope
+from spectrain.target.target import FINAL, TargetModel
+from spectrain.terminal import stage
+
+SAME = 0.01  # of tau: readings that differ by less are alike to a user
+SURE = 1.6  # times its 95 % interval that a gain must exceed, because the best of some thirty is looked at
+CLOSE = 6  # readings whose order is looked at more closely
+PAIRINGS = {
+    "shifted": "tokens shifted by one against the states",
+    "unshifted": "tokens that are not shifted against the states, to predict the token after the next",
+    "next": "tokens that are not shifted against the states, to predict the next token",
+    "twice": "tokens shifted by two against the states",
+}
+NORMS = {
+    "": "no norm before fc",
+    "fc_norm": "a norm of each state before fc (fc_norm)",
+    "norm_before_fc": "one norm of all states before fc (norm_before_fc)",
+}
+
+
+@dataclass(frozen=True, eq=False)
+class Reading:
+    """What files say of a drafter, or could have said."""
+
+    config: Eagle3Config
+    pairing: str = "shifted"  # of PAIRINGS
+    d2t: str = "offsets"  # what it holds, of `Readings.vocabularies`
+
+    def facts(self) -> dict[str, str]:
+        """Describe what tells readings apart, by name."""
+        config, rope = self.config, dict(self.config.shape.rope_parameters)
+        theta, kind = rope.pop("rope_theta", 10_000.0), rope.pop("rope_type", "default")
+        blocks = ", ".join(str(layer) for layer in config.target_layers if layer != FINAL)
+        return {
+            "pairing": PAIRINGS[self.pairing],
+            "layers": f"the inputs of blocks {blocks}" + " and normed final states" * (FINAL in config.target_layers),
+            "norms": NORMS["fc_norm" * config.fc_norm + "norm_before_fc" * config.norm_before_fc],
+            "norm_before_residual": f"norm_before_residual: {str(config.norm_before_residual).lower()}",
+            "norm_output": f"norm_output: {str(config.norm_output).lower()}",
+            "rope": f"RoPE base {theta:,.0f}" + (f", scaled as {kind} {rope}" if kind != "default" else ""),
+            "d2t": f"d2t as {self.d2t}",
+            "window": f"a window of {config.window_tokens}" if config.is_windowed else "no window",
+        }
+
+    def unlike(self, other: Reading) -> dict[str, str]:
+        """Return the facts that are others in another reading."""
+        theirs = other.facts()
+        return {name: said for name, said in self.facts().items() if said != theirs[name]}
+
+
+class Readings:
+    """A drafter as it was opened, all that it could be read as, and what readings accept of the same answers.
+
+    Args:
+        drafter: as it was opened.
+        target: whose answers they are.
+        d2t: [K] int64 of its files; None: they have none.
+        answers: with the inputs of all blocks of the target, and the final states behind these.
+        k: tokens of a draft.
+    """
+
+    def __init__(
+        self, drafter: Eagle3Drafter, target: TargetModel, d2t: Tensor | None, answers: Sequence[Answer], k: int
+    ) -> None:
+        self.drafter, self.target, self.own, self.k = drafter, target, answers, k
+        kept = drafter.kept
+        self.vocabularies: dict[str, Tensor | None] = {"offsets": kept}
+        if d2t is not None and kept is not None:
+            ids = d2t.to(kept.device)
+            read = {"offsets": ids + torch.arange(len(ids), device=ids.device), "ids": ids}
+            own = next((name for name, one in read.items() if torch.equal(one, kept)), None)
+            if own is not None:  # ours are opened in another order than that of the file
+                read = {own: kept, **read, "offsets, and rows ascending by id": read["offsets"].sort().values}
+                alike = [name for name, one in read.items() if name != own and torch.equal(one, kept)]
+                self.vocabularies = {name: one for name, one in read.items() if name not in alike}
+        self.vocabularies = {name: ids for name, ids in self.vocabularies.items() if self._is_map(ids)}
+        self.first = Reading(drafter.config, d2t=next(iter(self.vocabularies)))
+        self._measured: dict[tuple, tuple[Reading, Acceptance]] = {}
+
+    def _is_map(self, ids: Tensor | None) -> bool:
+        if ids is None:
+            return True
+        return 0 <= int(ids.min()) <= int(ids.max()) < self.target.vocab_size and len(ids.unique()) == len(ids)
+
+    @cached_property
+    def far(self) -> list[Answer]:
+        """Answers so far from the beginning of their text that rotations and windows differ."""
+        return joined(self.target, self.own)
+
+    @cached_property
+    def foreign(self) -> list[Answer]:
+        """Answers with the states of other places: what a drafter does without knowing them."""
+        halves = [one.tokens.shape[1] // 2 for one in self.own]
+        return [replace(one, captured=one.captured.roll(n, 1)) for one, n in zip(self.own, halves, strict=True)]
+
+    @property
+    def tried(self) -> list[Reading]:
+        """What was measured, the highest expected tau first."""
+        found = {key[0]: one for key, (one, _) in self._measured.items()}
+        return sorted(found.values(), key=lambda one: -self.measured(one).value)
+
+    def measured(self, reading: Reading, every: int | None = None, of: str = "own") -> Acceptance:
+        """Return the acceptance of a reading, which is measured once.
+
+        Args:
+            reading: of the drafter.
+            every: distance of two roots; None: k.
+            of: which answers, own, far or foreign.
+        """
+        key = tuple(reading.facts().values()), every or self.k, of
+        if key not in self._measured:
+            self._measured[key] = reading, self._acceptance(reading, getattr(self, of), every or self.k)
+        return self._measured[key][1]
+
+    def gain(self, one: Reading, other: Reading) -> Estimate:
+        """Estimate how much higher the expected tau of a reading is: with all roots, where few do not tell."""
+        of = "own" if one.unlike(other).keys().isdisjoint(("rope", "window")) else "far"
+        for every in (self.k, 1):
+            gain = self.measured(one, every, of).gain_over(self.measured(other, every, of))
+            if abs(gain.value) > SURE * (gain.high - gain.low) / 2:
+                break
+        return gain
+
+    def is_better(self, one: Reading, other: Reading) -> bool:
+        """Whether a reading has surely a higher expected tau than another."""
+        gain = self.gain(one, other)
+        return gain.value > max(SAME, SURE * (gain.high - gain.low) / 2)
+
+    def best(self) -> Reading:
+        """Try all known mistakes, and others on top of the one that explains the most, until none does."""
+        best, better = None, self.first
+        while best is None or (better is not best and self.is_better(better, best)):
+            best, others = better, [*self.others(better)]
+            with stage("trying other readings", len(others)) as advance:
+                for one in others:
+                    self.measured(one)
+                    advance()
+                top, *close = sorted([best, *others], key=lambda one: -self.measured(one).value)[:CLOSE]
+                close = [one for one in close if not self.is_better(top, one)]
+                better = max([best, top, *close], key=lambda one: self.gain(one, best).value)
+        return best
+
+    def others(self, now: Reading) -> Iterator[Reading]:
+        """Yield the readings that differ from one in one fact."""
+        config, shape = now.config, now.config.shape
+        theta, of_target = shape.rope_parameters.get("rope_theta"), self.target.model.config.get_text_config()
+        ropes = [{"rope_type": "default", "rope_theta": one or 10_000.0} for one in (10_000.0, theta)]
+        changes: list[dict] = [{"target_layers": layers} for layers in self.layer_sets()]
+        changes += [{flag: not getattr(config, flag)} for flag in ("norm_before_residual", "norm_output")]
+        changes += [{flag: flag == norms for flag in NORMS if flag} for norms in NORMS]
+        for rope in (*ropes, getattr(of_target, "rope_parameters", None)):
+            changes += [{"shape": replace(shape, rope_parameters=dict(rope))}] if rope else []
+        found = [replace(now, config=replace(config, **change)) for change in changes]
+        found += [replace(now, pairing=pairing) for pairing in PAIRINGS]
+        found += [replace(now, d2t=name) for name in self.vocabularies]
+        yield from (one for one in found if one.unlike(now))
+
+    def layer_sets(self) -> Iterator[tuple[int, ...]]:
+        """Yield blocks whose inputs may have been meant: those of conventions, one off, and final states."""
+        n, now = self.target.n_layer, self.first.config.target_layers
+        known = [now, default_layers(n), (n // 4, n // 2, 3 * n // 4)]
+        if len(now) > 1:  # those of block drafters
+            known.append(tuple(2 + round(i * (n - 4) / (len(now) - 1)) for i in range(len(now))))
+        moved = [tuple(layer + off for layer in layers) for layers in known for off in (0, 1, -1)]
+        for layers in dict.fromkeys([*moved, *((*layers[:-1], FINAL) for layers in known)]):
+            blocks = [layer for layer in layers if layer != FINAL]
+            if len(layers) == len(now) and sorted(set(blocks)) == blocks and set(blocks) <= set(range(n)):
+                yield layers
+
+    def drafter_of(self, reading: Reading) -> Eagle3Drafter:
+        """Return the drafter that a reading is, over the same tensors."""
+        with torch.device("meta"):
+            other = Eagle3Drafter(reading.config)
+        state, n_states = self.drafter.state_dict(), len(reading.config.target_layers)
+        norms = [one for name, one in state.items() if name.startswith(("state_norms.", "states_norm."))]
+        whole = torch.cat(norms) if norms else state["norm.weight"].new_ones(n_states * len(state["norm.weight"]))
+        state |= {f"state_norms.{i}.weight": part for i, part in enumerate(whole.chunk(n_states))}
+        state |= {"states_norm.weight": whole, "kept": self.vocabularies[reading.d2t]}
+        other.load_state_dict({name: state[name] for name in other.state_dict()}, assign=True)
+        other.tables, other.rope = self.drafter.tables, Rope(reading.config.shape)
+        return other
+
+    def _acceptance(self, reading: Reading, answers: Sequence[Answer], every: int) -> Acceptance:
+        drafter, layers = self.drafter_of(reading), list(reading.config.target_layers)
+        known = int(reading.pairing == "next")  # whose first step predicts the root
+
+        def drafted(answer: Answer) -> tuple[Tensor, Tensor | None]:
+            tokens, captured = answer.tokens, answer.captured[:, :, layers]
+            if reading.pairing == "unshifted":
+                tokens = F.pad(tokens[:, :-1], (1, 0))
+            elif reading.pairing == "next":
+                captured = captured.roll(-1, 1)
+            elif reading.pairing == "twice":
+                captured = F.pad(captured[:, :-1], (0, 0, 0, 0, 1, 0))
+            steps = unrolled(drafter, tokens, captured, self.k + known, every, answer.first - known)[known:]
+            n_drafts = (len(answer.p) - self.k) // every + 1
+            hidden = torch.stack([one[0, :n_drafts] for one in steps], dim=1)
+            return F.linear(hidden, drafter.unembedding.to(hidden.dtype)), drafter.kept
+
+        return acceptance(answers, self.k, drafted, every)
