@@ -42,7 +42,7 @@ def test_a_clone_finds_what_another_one_has_compiled_until_a_source_differs(tmp_
             (tmp_path / file.relative_to(compiled.HERE)).parent.mkdir(parents=True, exist_ok=True)
             shutil.copy(file, tmp_path / file.relative_to(compiled.HERE))
     own = compiled.folder()
-    assert compiled.folder(tmp_path) == own
+    assert compiled.folder(tmp_path).name == own.name
     for function in (move, gather, cut):
         assert function.stats.cache_path == str(own)
     compiled_run()
@@ -50,7 +50,7 @@ def test_a_clone_finds_what_another_one_has_compiled_until_a_source_differs(tmp_
     with (tmp_path / "kernels" / "cpu" / "warping.py").open("a") as file:
         file.write("# changed")
     compiled.folder.cache_clear()
-    assert compiled.folder(tmp_path) != own
+    assert compiled.folder(tmp_path).name != own.name
 
 
 def test_functions_of_others_are_kept_where_they_would_be():

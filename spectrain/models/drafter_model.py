@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from spectrain.target.llama import KeysValues, Rope
+from spectrain.target.llama import KeysValues, LlamaShape, Rope
 from spectrain.target.target import TargetModel
 
 TABLE_TOKENS = 8192  # tokens whose inputs are computed at a time
@@ -166,3 +166,10 @@ class DrafterModel(nn.Module):
             head.weight = nn.Parameter(self.lm_head.weight.detach()[rows], self.lm_head.weight.requires_grad)
             other._modules["lm_head"] = head
         return other
+
+
+def plain_shape(shape: LlamaShape, qk_norm: bool = False) -> LlamaShape:
+    """Return the dimensions of a target's blocks without what they have beyond a Llama's, as engines load drafters."""
+    plain = {"qkv_bias": False, "output_bias": False, "mlp_bias": False, "qk_norm": qk_norm, "layer_types": ()}
+    rope = shape.rope_parameters.get("full_attention", shape.rope_parameters)  # of Gemma 3, which has several
+    return dataclasses.replace(shape, rope_parameters=rope, hidden_act="silu", **plain)

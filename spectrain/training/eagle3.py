@@ -13,6 +13,7 @@ from spectrain.config.values import shown
 from spectrain.decoding import Drafter
 from spectrain.errors import UserError
 from spectrain.methods.eagle3 import Eagle3
+from spectrain.models.drafter_model import plain_shape
 from spectrain.models.eagle3 import (
     Eagle3Config,
     Eagle3Drafter,
@@ -170,13 +171,9 @@ class Eagle3Experiment(DrafterExperiment):
         return layers
 
     def block_shape(self, qk_norm: bool = False) -> LlamaShape:
-        """Return the dimensions of a block: the target's, without what its blocks have beyond a Llama's."""
-        shape = shape_of(self.target.model)
-        inner, rope = self.own.intermediate_size or shape.intermediate_size, shape.rope_parameters
-        plain = {"qkv_bias": False, "output_bias": False, "mlp_bias": False, "qk_norm": qk_norm, "layer_types": ()}
-        plain["hidden_act"] = "silu"
-        rope = rope.get("full_attention", rope)  # of Gemma 3, which has several
-        return replace(shape, intermediate_size=inner, rope_parameters=rope, **plain)
+        """Return the dimensions of a block, of the width that the options say."""
+        shape = plain_shape(shape_of(self.target.model), qk_norm)
+        return replace(shape, intermediate_size=self.own.intermediate_size or shape.intermediate_size)
 
     def model(self, weights: dict[str, Tensor]) -> Eagle3Drafter:
         """The drafter of a training's weights: float32 values of the dtype that it is exported in."""

@@ -100,7 +100,12 @@ def test_requests_that_come_and_go_get_the_targets_own_text(name, family):
             assert found == last.tokens == text
         assert all(step.generation is None for step in gained[number][:-1])
     read = sum(steps[-1].generation.cached_tokens for steps in gained.values())
-    assert read > 20  # the drafters' own needs included, some beginnings were not read again
+    if name == "auto" or name.startswith(
+        ("eagle3", "dflash")
+    ):  # with drafters that see whole texts, whose states are not kept
+        assert read == 0
+    else:
+        assert read > 20  # the drafters' own needs included, some beginnings were not read again
 
 
 @pytest.mark.parametrize("family", OF_EACH_ENGINE)

@@ -2,20 +2,20 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from pathlib import Path
 
 import torch
 
 from spectrain.models.artifacts import trained_artifact, write_manifest
 from spectrain.models.dflash import DFlashConfig, DFlashDrafter, drafted, save
+from spectrain.models.drafter_model import plain_shape
 from spectrain.target import TargetModel, fingerprint
 from spectrain.target.lean import shape_of
 
 
 def new_dflash(target: TargetModel, seed: int = 1, **options) -> DFlashDrafter:
     """A random drafter that reads the inputs of all blocks of a tiny target; norms are uneven."""
-    shape = replace(shape_of(target.model), qk_norm=True)
+    shape = plain_shape(shape_of(target.model), qk_norm=True)
     options = {"n_layer": 2, "block_tokens": 4, "mask_token": shape.vocab_size - 1} | options
     config = DFlashConfig(shape, tuple(range(target.config.num_hidden_layers)), **options)
     draws = torch.Generator().manual_seed(seed)

@@ -7,6 +7,7 @@ from pathlib import Path
 import torch
 
 from spectrain.models.artifacts import trained_artifact, write_manifest
+from spectrain.models.drafter_model import plain_shape
 from spectrain.models.eagle3 import Eagle3Config, Eagle3Drafter, save, unrolled
 from spectrain.target import TargetModel, fingerprint
 from spectrain.target.lean import shape_of
@@ -14,7 +15,7 @@ from spectrain.target.lean import shape_of
 
 def new_eagle3(target: TargetModel, seed: int = 1, **options) -> Eagle3Drafter:
     """A random drafter that reads the inputs of all blocks of a tiny target; norms are uneven."""
-    shape = shape_of(target.model)
+    shape = plain_shape(shape_of(target.model))
     config = Eagle3Config(shape, tuple(range(target.config.num_hidden_layers)), **options)
     draws = torch.Generator().manual_seed(seed)
     drafter = Eagle3Drafter(config, target).requires_grad_(False)
