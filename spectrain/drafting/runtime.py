@@ -273,7 +273,7 @@ class ChainProgram(StepProgram):
             self.step(previous, is_last=i == n_steps - 1)
             previous = self.final if reads_states else None
             if stop is not None:
-                self.ends.read(i, self.final, self.logits)
+                self.ends.read(i, self.final)
             if by_noise is None:
                 self.argmax(self.logits, self.n_draft, self.drafted[:, i:], n_steps, following, names)
             else:
