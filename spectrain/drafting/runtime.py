@@ -312,7 +312,7 @@ class ChainProgram(StepProgram):
             self.embed(model.embed_tokens.weight, self.states[0])
             self.step(is_last=i == n_steps - 1)
             if stop is not None:
-                self.ends.read(i, self.final, self.logits)
+                self.ends.read(i, self.final)
             if by_noise is None:
                 self.argmax(self.logits, self.n_draft, self.drafted[:, i:], n_steps, following, names)
             else:

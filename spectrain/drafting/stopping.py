@@ -4,7 +4,7 @@ A rule may look at the distribution that the next token will be drawn from (`bef
 chain (`drawn`), or at the drafter's state once it has read that token (`read`). A token that was drawn is submitted
 whatever the rule says of it.
 
-On a CPU a rule may be part of the program that drafts a whole chain: it appends its own operations (`append`).
+On a CPU the head may be part of the program that drafts a whole chain: it appends its own operations (`append`).
 """
 
 from __future__ import annotations
@@ -52,11 +52,8 @@ class StopRule:
         """The next state, and rows whose newest token is their last, now that its state [n, D] is known."""
         return state, None
 
-    def append(self, ends: DraftEnds, i: int, hidden: Tensor, logits: Tensor) -> None:
-        """Append what `read` and `before` do after i tokens of a draft.
-
-        The drafter's final states are `hidden` [n, D], and the next token is to be drawn from `logits` [n, V].
-        """
+    def append(self, ends: DraftEnds, i: int, hidden: Tensor) -> None:
+        """Append what `read` does after i tokens of a draft, where the drafter's final states are `hidden` [n, D]."""
 
 
 class DraftEnds:
@@ -78,10 +75,10 @@ class DraftEnds:
         self.counts: list[int] = []  # operations that are told which tokens end a text
         self._leave(self.steps)
 
-    def read(self, i: int, hidden: Tensor, logits: Tensor) -> None:
+    def read(self, i: int, hidden: Tensor) -> None:
         """Append the rule, behind the drafter's step that has read the i-th token (0: the root)."""
         n_before = len(self.program)
-        self.rule.append(self, i, hidden, logits)
+        self.rule.append(self, i, hidden)
         if len(self.program) > n_before:
             self._leave()
 
@@ -154,7 +151,7 @@ class HeadStop(StopRule):
             return (accepted, due), None
         return (accepted, state[1]), due & (drafted >= self.min_candidates)
 
-    def append(self, ends: DraftEnds, i: int, hidden: Tensor, logits: Tensor) -> None:
+    def append(self, ends: DraftEnds, i: int, hidden: Tensor) -> None:
         if i == 0:
             return
         program = ends.program
@@ -181,8 +178,6 @@ class UnsureStop(StopRule):
         min_candidates: tokens that are drafted in any case.
     """
 
-    compiles = True
-
     def __init__(self, rule: str, threshold: float, min_candidates: int = 1) -> None:
         check_number("threshold", threshold, "(0, 1)" if rule == "confidence" else "(0, inf)")
         self.rule, self.threshold, self.min_candidates = rule, threshold, min_candidates
@@ -190,11 +185,6 @@ class UnsureStop(StopRule):
     def before(self, drafted: Tensor | int, logits: Tensor) -> Tensor | None:
         unsure = entropy(logits) > self.threshold if self.rule == "entropy" else confidence(logits) < self.threshold
         return unsure & (drafted >= self.min_candidates)
-
-    def append(self, ends: DraftEnds, i: int, hidden: Tensor, logits: Tensor) -> None:
-        if i >= self.min_candidates:
-            program, threshold = ends.program, ends.program.hold(torch.tensor([self.threshold]))
-            program.judge_logits(logits, self.rule == "entropy", threshold, ends.state)
 
 
 def confidence(logits: Tensor) -> Tensor:

@@ -9,7 +9,7 @@ import torch
 
 from spectrain.decoding import Context, Sampling, Verified, generate
 from spectrain.drafting import model_drafter
-from spectrain.drafting.stopping import HeadStop, StopRule, UnsureStop
+from spectrain.drafting.stopping import HeadStop, StopRule
 from spectrain.errors import UserError
 from spectrain.methods.autoregressive import Autoregressive
 from spectrain.methods.spire import Spire
@@ -117,7 +117,7 @@ def test_a_chain_in_one_program_is_that_of_step_by_step(options, drawn, monkeypa
 
 
 RULES = ("head", "head, two at least", "head, one later", "head, one later, three at least", "head without blocks")
-RULES += ("confidence", "entropy", "never")
+RULES += ("never",)
 
 
 def rules(linear: type[RowsLinear] = RowsLinear) -> dict[str, StopRule]:
@@ -137,8 +137,6 @@ def rules(linear: type[RowsLinear] = RowsLinear) -> dict[str, StopRule]:
         "head, one later": HeadStop(head, 0.6, judge="previous"),
         "head, one later, three at least": HeadStop(head, 0.2, min_candidates=3, judge="previous"),
         "head without blocks": HeadStop(plain, 0.5),
-        "confidence": UnsureStop("confidence", 0.2),
-        "entropy": UnsureStop("entropy", 2.6, min_candidates=2),
         "never": never,
     }
 

@@ -12,7 +12,7 @@ import math
 from numba import types
 
 from spectrain.kernels.cpu.intrinsics import atomic_add, doubles, exp, fast, flags, floats, wholes
-from spectrain.kernels.cpu.warping import drawn, drawn_by, largest, warp_row
+from spectrain.kernels.cpu.warping import drawn, drawn_by, warp_row
 
 ROOM, LENGTH, GOING, DUE = range(4)  # rows of `DraftEnds.state`
 
@@ -212,26 +212,3 @@ def judge_states(op, thread, n_threads):
                 state[DUE * n_rows + row] = 1
             elif i >= least:
                 state[GOING * n_rows + row] = 0
-
-
-@fast
-def judge_logits(op, thread, n_threads):
-    """The draft of a row ends before a token of whose distribution, by logits [B, V], the drafter is unsure.
-
-    That is where its entropy, in nats, is above a threshold, or its largest probability below one.
-    """
-    logits, size, by_entropy, threshold, state, n_rows = op[1], op[2], op[3], floats(op[4])[0], wholes(op[5]), op[6]
-    for row in range(thread, n_rows, n_threads):
-        x = floats(logits + 4 * row * size)
-        most = largest(logits + 4 * row * size, 0, size)
-        total, mean = types.float32(0.0), types.float32(0.0)
-        for v in range(size):
-            weight = exp(x[v] - most)
-            total += weight
-            mean += weight * (x[v] - most)
-        if by_entropy != 0:
-            is_unsure = types.float32(math.log(total)) - mean / total > threshold
-        else:
-            is_unsure = types.float32(1.0) / total < threshold
-        if is_unsure:
-            state[GOING * n_rows + row] = 0

@@ -20,7 +20,7 @@ from numba import cfunc, types
 from numba.core.ccallback import CFunc
 
 from spectrain.compiled import folder
-from spectrain.kernels.cpu.accept import all_ended, bend, count, judge, judge_logits, judge_states
+from spectrain.kernels.cpu.accept import all_ended, bend, count, judge, judge_states
 from spectrain.kernels.cpu.attention import attend, combine, rotate
 from spectrain.kernels.cpu.intrinsics import (
     atomic_add,
@@ -201,7 +201,7 @@ def keep(op, thread, n_threads):
 # The kind of an operation is its place here, after those of a product and of `leave`, which need more than the line.
 OPERATIONS = (
     *(norm, rotate, attend, combine, silu, embed, angles, copy, argmax, pick, warp, draw, judge),
-    *(mix, window, keep, count, bend, judge_states, judge_logits),
+    *(mix, window, keep, count, bend, judge_states),
 )
 PRODUCT, LEAVE, FIRST = range(3)
 

@@ -257,10 +257,6 @@ class Program:
         """End rows whose i tokens are hardly accepted: see `judging.judge_states`."""
         return self._add(ops.judge_states, x, weight, numbers, accepted, state, x.shape[1], i, least, int(due), len(x))
 
-    def judge_logits(self, logits: Tensor, by_entropy: bool, threshold: Tensor, state: Tensor) -> int:
-        """End rows of whose next token the logits [B, V] are unsure: see `judging.judge_logits`."""
-        return self._add(ops.judge_logits, logits, logits.shape[1], int(by_entropy), threshold, state, len(logits))
-
 
 class Programs:
     """Programs by what they depend on. The latest are kept, and live as long as the cache that they work on."""
