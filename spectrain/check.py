@@ -46,7 +46,8 @@ def main(options: Check) -> None:
         measured, found = of_states(answers, k, states), {"wrong": [], "notes": trained_as(Path(folder))}
     else:
         checking = import_module(f"spectrain.measure.{about(kind).check}")
-        answers = ask(options, target.with_capture(checking.capture_layers(target)))
+        target = target.with_capture(checking.capture_layers(target))
+        answers = ask(options, target)
         measured, found = checking.check(folder, target, answers, k)
     drafts = int(measured.drafts.sum())
     facts = {"drafter": folder, "drafter_kind": kind, "target": options.target.path, "gamma": k}

@@ -26,6 +26,7 @@ from spectrain.target import TargetModel
 from spectrain.terminal import stage
 
 BATCH_SIZE = 8  # prompts that are answered together
+Drafted = tuple[Tensor, Tensor | None]  # logits [R, k, K] of drafts, and the tokens [K] that they are of; None: all
 
 
 @dataclass(frozen=True)
@@ -57,19 +58,19 @@ class Acceptance:
 
     def gain_over(self, other: Acceptance) -> Estimate:
         """Estimate how much higher the expected tau is than another's of the same drafts."""
-        k = self.alpha.shape[1]
 
         def gain(*sums: np.ndarray) -> np.ndarray:
+            k = len(sums) // 2
             return expected_tau(*sums[:k], sums[-1]) - expected_tau(*sums[k:])
 
         return of_sums(gain, *self.alpha.T, *other.alpha.T, self.drafts)
 
     def as_json(self) -> dict[str, object]:
         """Return alpha and the share that agreed, by draft token, and tau at T = 1 and where all is greedy."""
-        by_token = {"alpha": self.alpha, "agreed": self.agreed}
-        steps = {name: [ratio_of_sums(one, self.drafts).as_json() for one in s.T] for name, s in by_token.items()}
+        found = {"alpha": self.alpha, "agreed": self.agreed}
+        found = {name: [ratio_of_sums(one, self.drafts).as_json() for one in s.T] for name, s in found.items()}
         greedy = of_sums(lambda accepted, drafts: 1 + accepted / drafts, self.accepted, self.drafts)
-        return steps | {"tau": self.tau().as_json(), "tau_greedy": greedy.as_json()}
+        return found | {"tau": self.tau().as_json(), "tau_greedy": greedy.as_json()}
 
 
 def expected_tau(*sums: np.ndarray) -> np.ndarray:
@@ -97,9 +98,7 @@ def answered(
                 text, first = [*prompt, *one.tokens], -(-max(len(prompt) - 1, 2) // k) * k
                 if (n_drafts := (len(text) - first) // k) >= 2:
                     tokens = torch.tensor([text[: first + n_drafts * k]], device=target.device)
-                    read = target.features(tokens)
-                    p = target.logits_of(read.final_hidden[0, first:]).float().softmax(-1)
-                    found.append(Answer(tokens, first, read.captured, p))
+                    found += _read(target, tokens, [(first, tokens.shape[1])])
             advance(len(asked))
     if len(found) < 2:
         raise UserError(f"{len(found)} answers have {2 * k} tokens; give more prompts, or raise max_new_tokens")
@@ -110,34 +109,31 @@ def answered(
 def joined(target: TargetModel, answers: Sequence[Answer]) -> list[Answer]:
     """Return the second half of the answers, each behind all before it, as far as the target's context reaches."""
     ends = np.cumsum([answer.tokens.shape[1] for answer in answers]).tolist()
-    whole = torch.cat([answer.tokens for answer in answers], dim=1)[:, : target.max_positions]
-    read, found = target.features(whole), []
-    for answer, end in [*zip(answers, ends, strict=True)][len(answers) // 2 :]:
-        if end <= whole.shape[1]:
-            p = target.logits_of(read.final_hidden[0, end - len(answer.p) : end]).float().softmax(-1)
-            found.append(Answer(whole[:, :end], end - len(p), read.captured[:, :end], p))
-    return found if len(found) > 1 else [*answers]
+    spans = [(end - len(answer.p), end) for answer, end in zip(answers, ends, strict=True)][len(answers) // 2 :]
+    spans = [span for span in spans if span[1] <= target.max_positions]
+    whole = torch.cat([answer.tokens for answer in answers], dim=1)
+    return _read(target, whole[:, : spans[-1][1]], spans) if len(spans) > 1 else [*answers]
+
+
+def _read(target: TargetModel, text: Tensor, spans: Sequence[tuple[int, int]]) -> list[Answer]:
+    """Return the answers that begin and end in a text [1, T] at these places, each with all that is before it."""
+    read, found = target.features(text), []
+    for first, end in spans:
+        p = target.logits_of(read.final_hidden[0, first:end]).float().softmax(-1)
+        captured = None if read.captured is None else read.captured[:, :end]
+        found.append(Answer(text[:, :end], first, captured, p))
+    return found
 
 
 @torch.no_grad()
-def acceptance(
-    answers: Sequence[Answer], k: int, drafted: Callable[[Answer], tuple[Tensor, Tensor | None]], every: int
-) -> Acceptance:
-    """Compare a drafter with the target.
-
-    Args:
-        answers: of `answered`.
-        k: tokens of a draft.
-        drafted: returns logits [R, k, K] of the drafts of an answer, and the tokens [K] that they are of; None: all.
-        every: distance of two roots.
-    """
+def acceptance(answers: Sequence[Answer], k: int, drafted: Callable[[Answer], Drafted], every: int) -> Acceptance:
+    """Compare drafts of k tokens from every `every`-th token of answers with the target."""
     sums = []
     for answer in answers:
         logits, kept = drafted(answer)
-        places = every * torch.arange(len(logits), device=logits.device)[:, None]
-        places = places + torch.arange(k, device=logits.device)
-        p, best = answer.p, logits.argmax(-1)
-        likeliest = p.argmax(-1)[places]
+        roots = every * torch.arange(len(logits), device=logits.device)
+        places = roots[:, None] + torch.arange(k, device=logits.device)
+        p, best, likeliest = answer.p, logits.argmax(-1), answer.p.argmax(-1)[places]
         if kept is not None:
             p, best = p[:, kept], kept[best]
         alpha = torch.minimum(p[places], logits.float().softmax(-1)).sum(-1)
@@ -149,7 +145,7 @@ def acceptance(
 def of_states(answers: Sequence[Answer], k: int, states: DraftStates) -> Acceptance:
     """Compare a drafter that reads whole texts; one with rollouts drafts k tokens in each."""
 
-    def drafted(answer: Answer) -> tuple[Tensor, None]:
+    def drafted(answer: Answer) -> Drafted:
         hidden = states.hidden(answer.tokens, answer.captured)[0, answer.first :]
         return states.logits(hidden).unflatten(0, (-1, k)), None
 

@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from spectrain.measure.acceptance import Acceptance, Answer, acceptance, joined
+from spectrain.measure.acceptance import Acceptance, Answer, Drafted, acceptance, joined
 from spectrain.measure.statistics import Estimate
 from spectrain.models.eagle3 import Eagle3Config, Eagle3Drafter, default_layers, unrolled
 from spectrain.target.llama import Rope
@@ -51,12 +51,12 @@ class Reading:
         config, rope = self.config, dict(self.config.shape.rope_parameters)
         theta, kind = rope.pop("rope_theta", 10_000.0), rope.pop("rope_type", "default")
         blocks = ", ".join(str(layer) for layer in config.target_layers if layer != FINAL)
+        flags = ("norm_before_residual", "norm_output")
         return {
             "pairing": PAIRINGS[self.pairing],
             "layers": f"the inputs of blocks {blocks}" + " and normed final states" * (FINAL in config.target_layers),
             "norms": NORMS["fc_norm" * config.fc_norm + "norm_before_fc" * config.norm_before_fc],
-            "norm_before_residual": f"norm_before_residual: {str(config.norm_before_residual).lower()}",
-            "norm_output": f"norm_output: {str(config.norm_output).lower()}",
+            **{flag: f"{flag}: {str(getattr(config, flag)).lower()}" for flag in flags},
             "rope": f"RoPE base {theta:,.0f}" + (f", scaled as {kind} {rope}" if kind != "default" else ""),
             "d2t": f"d2t as {self.d2t}",
             "window": f"a window of {config.window_tokens}" if config.is_windowed else "no window",
@@ -75,32 +75,29 @@ class Readings:
         drafter: as it was opened.
         target: whose answers they are.
         d2t: [K] int64 of its files; None: they have none.
-        answers: with the inputs of all blocks of the target, and the final states behind these.
+        own: the answers, with the inputs of all blocks of the target, and the final states behind these.
         k: tokens of a draft.
     """
 
     def __init__(
-        self, drafter: Eagle3Drafter, target: TargetModel, d2t: Tensor | None, answers: Sequence[Answer], k: int
+        self, drafter: Eagle3Drafter, target: TargetModel, d2t: Tensor | None, own: Sequence[Answer], k: int
     ) -> None:
-        self.drafter, self.target, self.own, self.k = drafter, target, answers, k
-        kept = drafter.kept
-        self.vocabularies: dict[str, Tensor | None] = {"offsets": kept}
+        self.drafter, self.target, self.own, self.k = drafter, target, own, k
+        self._measured: dict[tuple, tuple[Reading, Acceptance]] = {}
+        kept, self.vocabularies = drafter.kept, {"offsets": drafter.kept}
         if d2t is not None and kept is not None:
             ids = d2t.to(kept.device)
-            read = {"offsets": ids + torch.arange(len(ids), device=ids.device), "ids": ids}
-            own = next((name for name, one in read.items() if torch.equal(one, kept)), None)
-            if own is not None:  # ours are opened in another order than that of the file
-                read = {own: kept, **read, "offsets, and rows ascending by id": read["offsets"].sort().values}
-                alike = [name for name, one in read.items() if name != own and torch.equal(one, kept)]
-                self.vocabularies = {name: one for name, one in read.items() if name not in alike}
-        self.vocabularies = {name: ids for name, ids in self.vocabularies.items() if self._is_map(ids)}
+            offsets = ids + torch.arange(len(ids), device=ids.device)
+            if torch.equal(kept, ids):  # which had to be guessed
+                found = {"ids": ids, "offsets": offsets}
+            else:  # ours are opened in another order than that of the file
+                found = {"offsets": kept} | ({"ids": ids} if torch.equal(kept, offsets) else {})
+            if torch.equal(kept, offsets) and not torch.equal(kept, kept.sort().values):
+                found["offsets, and rows ascending by id"] = kept.sort().values
+            n_tokens, n_kept = target.vocab_size, len(kept)
+            inside = {name: (int(one.min()) >= 0) and int(one.max()) < n_tokens for name, one in found.items()}
+            self.vocabularies = {n: one for n, one in found.items() if inside[n] and len(one.unique()) == n_kept}
         self.first = Reading(drafter.config, d2t=next(iter(self.vocabularies)))
-        self._measured: dict[tuple, tuple[Reading, Acceptance]] = {}
-
-    def _is_map(self, ids: Tensor | None) -> bool:
-        if ids is None:
-            return True
-        return 0 <= int(ids.min()) <= int(ids.max()) < self.target.vocab_size and len(ids.unique()) == len(ids)
 
     @cached_property
     def far(self) -> list[Answer]:
@@ -120,13 +117,7 @@ class Readings:
         return sorted(found.values(), key=lambda one: -self.measured(one).value)
 
     def measured(self, reading: Reading, every: int | None = None, of: str = "own") -> Acceptance:
-        """Return the acceptance of a reading, which is measured once.
-
-        Args:
-            reading: of the drafter.
-            every: distance of two roots; None: k.
-            of: which answers, own, far or foreign.
-        """
+        """Return what a reading accepts of answers: own, far or foreign. `every`: distance of two roots; None: k."""
         key = tuple(reading.facts().values()), every or self.k, of
         if key not in self._measured:
             self._measured[key] = reading, self._acceptance(reading, getattr(self, of), every or self.k)
@@ -163,24 +154,22 @@ class Readings:
     def others(self, now: Reading) -> Iterator[Reading]:
         """Yield the readings that differ from one in one fact."""
         config, shape = now.config, now.config.shape
-        theta, of_target = shape.rope_parameters.get("rope_theta"), self.target.model.config.get_text_config()
-        ropes = [{"rope_type": "default", "rope_theta": one or 10_000.0} for one in (10_000.0, theta)]
+        of_target = getattr(self.target.model.config.get_text_config(), "rope_parameters", None)
+        ropes = [{"rope_theta": theta} for theta in (10_000.0, shape.rope_parameters.get("rope_theta")) if theta]
+        ropes = [{"rope_type": "default"} | rope for rope in ropes] + [dict(of_target)] * bool(of_target)
         changes: list[dict] = [{"target_layers": layers} for layers in self.layer_sets()]
         changes += [{flag: not getattr(config, flag)} for flag in ("norm_before_residual", "norm_output")]
         changes += [{flag: flag == norms for flag in NORMS if flag} for norms in NORMS]
-        for rope in (*ropes, getattr(of_target, "rope_parameters", None)):
-            changes += [{"shape": replace(shape, rope_parameters=dict(rope))}] if rope else []
+        changes += [{"shape": replace(shape, rope_parameters=rope)} for rope in ropes]
         found = [replace(now, config=replace(config, **change)) for change in changes]
-        found += [replace(now, pairing=pairing) for pairing in PAIRINGS]
-        found += [replace(now, d2t=name) for name in self.vocabularies]
+        found += [replace(now, pairing=one) for one in PAIRINGS] + [replace(now, d2t=one) for one in self.vocabularies]
         yield from (one for one in found if one.unlike(now))
 
     def layer_sets(self) -> Iterator[tuple[int, ...]]:
         """Yield blocks whose inputs may have been meant: those of conventions, one off, and final states."""
         n, now = self.target.n_layer, self.first.config.target_layers
-        known = [now, default_layers(n), (n // 4, n // 2, 3 * n // 4)]
-        if len(now) > 1:  # those of block drafters
-            known.append(tuple(2 + round(i * (n - 4) / (len(now) - 1)) for i in range(len(now))))
+        of_blocks = tuple(2 + round(i * (n - 4) / max(1, len(now) - 1)) for i in range(len(now)))  # as DFlash has them
+        known = [now, default_layers(n), (n // 4, n // 2, 3 * n // 4), of_blocks]
         moved = [tuple(layer + off for layer in layers) for layers in known for off in (0, 1, -1)]
         for layers in dict.fromkeys([*moved, *((*layers[:-1], FINAL) for layers in known)]):
             blocks = [layer for layer in layers if layer != FINAL]
@@ -204,7 +193,7 @@ class Readings:
         drafter, layers = self.drafter_of(reading), list(reading.config.target_layers)
         known = int(reading.pairing == "next")  # whose first step predicts the root
 
-        def drafted(answer: Answer) -> tuple[Tensor, Tensor | None]:
+        def drafted(answer: Answer) -> Drafted:
             tokens, captured = answer.tokens, answer.captured[:, :, layers]
             if reading.pairing == "unshifted":
                 tokens = F.pad(tokens[:, :-1], (1, 0))

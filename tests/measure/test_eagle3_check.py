@@ -170,7 +170,11 @@ def test_a_right_folder_has_no_better_reading(folder, target, answers):
     ]
 
 
-@pytest.mark.parametrize("name", PLANTED)
+SLOW = {"layers + 1", "another set", "norm_before_residual", "d2t unsorted"}
+SOME_SLOW = [pytest.param(name, marks=[pytest.mark.slow] * (name in SLOW)) for name in PLANTED]
+
+
+@pytest.mark.parametrize("name", SOME_SLOW)
 def test_a_planted_mistake_lowers_tau_and_is_named(folder, target, answers, drafter, name):
     plant, words, to_write = PLANTED[name]
     plant(folder)
@@ -219,4 +223,5 @@ def test_what_engines_read_otherwise_or_not_at_all_is_said(folder, target, answe
     edit(folder, {"d2t": torch.arange(N_TOKENS)[WRITTEN] + 30}, architectures=["LlamaEagle3DraftModel"])
     vllm, sglang = check(str(folder), target, answers, K)[1]["engines"]
     for one in (vllm, sglang):
-        assert "does not load it: it knows none of architectures: ['LlamaEagle3DraftModel']" in one["said"]
+        assert "does not load it: of architectures it knows LlamaForCausalLMEagle3, not ['LlamaEagle3" in one["said"]
+        assert one["write"] == ["it adds the rows' numbers to d2t, which leads out of the vocabulary; write offsets"]
