@@ -27,7 +27,7 @@ from spectrain.target import TargetModel
 from spectrain.target.fingerprint import module_fingerprint
 
 DRAFTER = "eagle3"
-LONGER = 2  # times the k of training a chain may have that adapts
+LONGER = 2  # a chain of adaptive length has at most so many times the k of training
 
 
 class Eagle3(ModelDrafter):
