@@ -206,17 +206,17 @@ class Eagle3:
     experiment: dict[str, Any] = always({"_target_": "spectrain.training.eagle3.Eagle3Experiment"})
     max_steps: Whole | None = option(None, "optimizer steps; null: as tokens_per_parameter says")
     tokens_per_parameter: Positive = option(0.9, "tokens per trained parameter, but at most ten passes over the text")
-    ttt_steps: Whole = option(4, "drafted tokens of each draft that it is trained on, its k [7]")
+    ttt_steps: Whole = option(4, "tokens of each draft in training, and by default in decoding [7]")
     roots_every: Whole = option(
         1,
-        "drafts begin at every so many-th token [1: each token is learned at every depth]; ttt_steps: each at one depth"
-        " in an epoch, and a step takes a fraction of the time",
+        "N: a draft begins at every N-th token [1: each token is learned at every depth]; as ttt_steps: each token at "
+        "one depth per epoch, and a step takes a fraction of the time",
     )
     window_tokens: Whole | None = option(
         None, "positions that are seen, up to the token's own; null: all [null], or as the drafter of init= does"
     )
     target_layers: list[Count] | None = option(
-        None, "blocks of the target whose inputs are read; null: 2, the middle one, and the third last [null]"
+        None, "blocks of the target whose inputs are read, from 0; null: 2, the middle one, and the third last [null]"
     )
     intermediate_size: Whole | None = option(None, "width of its MLP; null: the target's [null]")
     norm_before_residual: bool = option(False, "true: the residual stream begins with the normed state [false]")

@@ -44,9 +44,10 @@ def check_drafted(drafter: DrafterModel, draft_vocab: int) -> None:
     """Raise UserError unless a drafter can be held to so many tokens."""
     most = drafter.config.draft_vocab or drafter.config.shape.vocab_size
     check_whole("draft_vocab", draft_vocab, 1, most)
-    if draft_vocab < most and drafter.kept is None:
+    if draft_vocab < most and not drafter.is_ranked:
         raise UserError(
-            f"draft_vocab={draft_vocab} needs a drafter that was trained with draft_vocab=N; give null here"
+            f"draft_vocab={draft_vocab} needs a drafter that was trained with draft_vocab=N, and here, so that it says "
+            "which tokens are frequent; give null"
         )
 
 
@@ -179,9 +180,7 @@ class ModelDrafter(ChainDrafter):
     def _for_device(self, target: TargetModel) -> DrafterModel:
         trained, n_tokens, ready = self.trained, self.draft_vocab, {}
         if n_tokens == AUTO:
-            n_tokens = FEW_TOKENS if target.device.type == "cpu" else None
-            if trained.kept is not None and bool((trained.kept.diff() > 0).all()):  # others' order says nothing
-                n_tokens = None
+            n_tokens = FEW_TOKENS if target.device.type == "cpu" and trained.is_ranked else None
         if trained.kept is not None:
             trained = trained.held_to(n_tokens)
         own = for_drafting(trained, self.draft_dtype, target.device, target.dtype)

@@ -102,6 +102,11 @@ class DrafterModel(nn.Module):
         return states
 
     @property
+    def is_ranked(self) -> bool:
+        """Whether the order of `kept` says which tokens are frequent. Other projects' are in the order of their ids."""
+        return self.kept is not None and (self.kept.is_meta or bool((self.kept.diff() < 0).any()))
+
+    @property
     def unembedding(self) -> Tensor:
         """[V, D], or the K rows of the tokens `kept`."""
         if hasattr(self, "lm_head"):

@@ -1,18 +1,18 @@
-"""The EAGLE-3 drafter (Li et al. 2025): one block over the target's states of three layers, and its own states then.
+"""The EAGLE-3 drafter (Li et al. 2025): one block that reads the target's states of three layers, then its own states.
 
-The node of a token at position t reads the token's embedding e_t, and beside it a state g of position t - 1: of context
-the target's, g = fc(states of `target_layers`), of drafted tokens the drafter's own. The block attends with both,
+A token at position t is read as its embedding e_t beside a state g of position t - 1. In the context and at the root,
+g = fc(the target's states of `target_layers`); for drafted tokens it is the drafter's own state. The block computes
 
     h_t = Block([norm(e_t); norm(g)]),   logits of token t + 1: lm_head(norm(h_t)),
 
-and h_t is what the next drafted token reads as g. Only g is in the residual stream. As there is one block, keys and
-values of context tokens need no attention, so a prompt costs projections only, as SPIRe's does.
+and the next drafted token reads h_t as g. Only g is in the residual stream. With a single block, keys and values of the
+context need no attention, so reading a prompt takes projections only, as with SPIRe.
 
-Papers and files count by the position of the state, so what they call row p is our token at p + 1. Attention is
-relative, so the number is all that differs.
+Papers number a token by the position of the state beside it: their row p is our token at p + 1. Decoding does so, too,
+and training numbers by token. Attention is relative, so both compute the same.
 
-Training (the training-time test of section 3.2) drafts from many roots of a row at once, teacher forced: the token
-i behind a root attends to the context up to its root, and to its own draft. See `unrolled`.
+Training (the training-time test of section 3.2) drafts from many roots of a row at once, teacher forced. The i-th token
+behind a root attends to the context up to its root, and to its own draft. See `unrolled`.
 
 Letters: as in docs/design.md; E width of a head, K key/value heads, R roots of a row.
 """
@@ -52,7 +52,7 @@ KIND = Kind(
 
 @dataclass(frozen=True)
 class Eagle3Config:
-    """What an EAGLE-3 drafter is. The flags are those of the checkpoints that the field publishes."""
+    """Shape and options of an EAGLE-3 drafter. The flags have the names that published checkpoints give them."""
 
     shape: LlamaShape  # of its block; width and vocabulary are the target's
     target_layers: tuple[int, ...]  # blocks of the target whose inputs it reads, ascending
@@ -76,7 +76,10 @@ class Eagle3Config:
         if self.window_tokens is None:
             object.__setattr__(self, "window_tokens", self.shape.max_positions)
         if self.k > self.window_tokens:
-            raise UserError(f"k={self.k} is larger than window_tokens={self.window_tokens}; raise it, or lower k")
+            raise UserError(
+                f"window_tokens={self.window_tokens} is shorter than drafts of {self.k} tokens; raise it, or "
+                "lower ttt_steps"
+            )
 
     @property
     def is_windowed(self) -> bool:
@@ -126,12 +129,11 @@ class Eagle3Block(LlamaBlock):
 class Eagle3Drafter(DrafterModel):
     """Fusion of the target's states, one block, norm, unembedding.
 
-    It counts a token by the position of the state that it reads, as papers do (see above). Its final states are what
-    the next token reads (`norm_output` decides whether before or after the norm).
+    Its final states are what the next token reads; `norm_output` decides whether after the norm or before it.
 
     Args:
         config: its options.
-        target: whose embedding, and unembedding where it has none of its own, it reads; None: it is not run.
+        target: whose embedding it reads, and whose unembedding where it has none of its own; None: it is never run.
     """
 
     pairs = True
@@ -173,7 +175,7 @@ class Eagle3Drafter(DrafterModel):
 
     def fused(self, captured: Tensor) -> Tensor:
         """Return g [.., D] of the target's states [.., C, D] of `target_layers`."""
-        states = captured.to(self.fc.weight.dtype if isinstance(self.fc, nn.Linear) else self.norm.weight.dtype)
+        states = captured.to(self.norm.weight.dtype)
         if self.config.fc_norm:
             states = torch.stack([norm(one) for norm, one in zip(self.state_norms, states.unbind(-2), strict=True)], -2)
         states = states.flatten(-2)
@@ -233,14 +235,14 @@ def unrolled(
         tokens: [B, L] int64.
         captured: [B, L, C, D] of the target on them.
         n_steps: of each draft.
-        every: distance of two roots. The paper's training has 1.
+        every: distance of two roots; 1 in the paper.
         first_root: position of the first root.
         starts: [B, L] int64, where in the row each token's document begins; None: a row is one document.
         drafted: [B, L] int64, what drafts read behind their roots in place of `tokens`; None: the same.
 
     Returns:
-        The inputs [B, R, D] of the unembedding of each step i: entry r is of the token at first_root + r * every + i,
-        and predicts the one behind it. It means nothing where `drafted_places` says so.
+        For each step i the inputs [B, R, D] of the unembedding. Entry r belongs to the token at first_root + r * every
+        + i and predicts the token after it. `drafted_places` says which entries mean nothing.
     """
     n_tokens, device = tokens.shape[1], tokens.device
     block, window = drafter.blocks[0], drafter.config.window_tokens

@@ -203,10 +203,10 @@ def trainings_of(folder: Path) -> list[dict]:
 def cut_as_asked(drafter: DrafterModel, draft_vocab: int | str | None, folder: str) -> DrafterModel:
     """Return a drafter of the folder `init` with as many of its tokens as the option asks for; None: all of them."""
     n_tokens = drafter.config.draft_vocab
-    if isinstance(draft_vocab, int) and n_tokens is not None and draft_vocab < n_tokens:
+    if isinstance(draft_vocab, int) and drafter.is_ranked and draft_vocab < n_tokens:
         return drafter.cut_to(draft_vocab)
     if draft_vocab not in (None, n_tokens):
-        fewer = "" if n_tokens is None else ", or give fewer"
+        fewer = ", or give fewer" if drafter.is_ranked else ""
         raise UserError(
             f"init={folder} has draft_vocab={shown(n_tokens)}, not {draft_vocab}; draft_vocab=null keeps it{fewer}"
         )

@@ -49,8 +49,8 @@ class Eagle3Training(DrafterTraining):
     """Trains an EAGLE-3 drafter: a token is learned at each depth at which a draft reaches it.
 
     Args:
-        roots_every: distance of two roots of drafts. Beyond 1 they begin elsewhere in each epoch.
-        decay: weight of a drafted token in the loss over that of the one before it.
+        roots_every: tokens from the root of one draft to the next. Above 1, each epoch has other roots.
+        decay: weight in the loss of a drafted token, divided by that of the one before it in its draft.
     """
 
     def __init__(

@@ -97,7 +97,7 @@ class HeadTraining(Training):
 
 
 class HeadExperiment(Experiment):
-    """An acceptance head for a vanilla or SPIRe drafter."""
+    """An acceptance head over a drafter that has a hidden state."""
 
     exports, sources = "head", ("online", "offline")
 

@@ -15,6 +15,7 @@ from spectrain.drafting import model_drafter, runtime
 from spectrain.drafting.stopping import StopRule
 from spectrain.drafting.tree_drafter import TreeDrafter
 from spectrain.drafting.window_keys import WholeKeys
+from spectrain.errors import UserError
 from spectrain.methods.autoregressive import Autoregressive
 from spectrain.methods.eagle3 import Eagle3, Eagle3States
 from spectrain.models.eagle3 import Eagle3Config, Eagle3Drafter, unrolled
@@ -311,6 +312,8 @@ def test_only_where_the_order_says_which_tokens_are_frequent_few_of_them_are_dra
     assert len(Eagle3(drafter, draft_vocab="auto").for_target(target).kept) == 9
     drafter.kept.copy_(drafter.kept.sort().values)
     assert len(Eagle3(drafter, draft_vocab="auto").for_target(target).kept) == 30
+    with pytest.raises(UserError, match="draft_vocab=9 needs a drafter that was trained with draft_vocab=N, and here"):
+        Eagle3(drafter, draft_vocab=9)
 
 
 def test_the_targets_embedding_is_read_where_it_lies():

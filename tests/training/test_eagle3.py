@@ -23,7 +23,7 @@ from spectrain.training.optim import OptimizerSettings
 from spectrain.training.sums import ValidationSums
 from tests.conftest import VOCAB_SIZE, tiny_model
 from tests.models.test_artifacts import tiny_tokenizer
-from tests.models.test_eagle3_folders import N_LAYER, drafter_for, drafts, published, speculators
+from tests.models.test_eagle3_folders import N_LAYER, drafter_for, drafts, export, published, speculators
 from tests.training.trainers import quiet_trainer
 
 K, LAYERS = 3, (1, 2)
@@ -238,15 +238,16 @@ def test_a_drafter_of_others_is_planned_and_trained_further_as_it_is(tmp_path, m
     further = experiment(target, **given).trained_before()
     assert (further.config.k, further.config.window_tokens, further.config.draft_vocab) == (4, 16, 20)
     torch.testing.assert_close(drafts(further), drafts(theirs))
-    fewer = experiment(target, **given, draft_vocab=9, window_tokens=8, ttt_steps=3).trained_before()
-    assert torch.equal(fewer.lm_head.weight, further.lm_head.weight[:9])
+    ours = given | {"init": str(export(tmp_path / "ours", target, theirs))}
+    fewer = experiment(target, **ours, draft_vocab=9, window_tokens=8, ttt_steps=3).trained_before()
+    assert torch.equal(fewer.lm_head.weight, theirs.lm_head.weight[:9])
     assert (fewer.config.k, fewer.config.window_tokens, len(fewer.kept)) == (3, 8, 9)
     monkeypatch.setattr("spectrain.training.eagle3.fetched", lambda name, option: folder)
     with torch.device("meta"):
         model = LlamaForCausalLM(target.model.config).eval().requires_grad_(False)
         planned = experiment(TargetModel(model, engine="transformers"), **given | {"init": "of/hub"}).blank()
     assert planned.drafter.config == further.config
-    for wrong, said in ({"norm_before_residual": False}, "=true"), ({"draft_vocab": 30}, "draft_vocab=20, not 30"):
+    for wrong, said in ({"norm_before_residual": False}, "=true"), ({"draft_vocab": 9}, "draft_vocab=20, not 9"):
         with pytest.raises(UserError, match=said):
             experiment(target, **given | wrong).trained_before()
 
@@ -266,7 +267,7 @@ def test_for_a_target_of_other_blocks_it_is_a_plain_llama_that_begins_with_the_t
         ({"target_layers": [2, 1]}, r"target_layers=\[2, 1\] must be of 0..2, each once and in order"),
         ({"target_layers": [1, 3]}, "must be of 0..2"),
         ({"norm_before_fc": True, "fc_norm": True}, "norm_before_fc and fc_norm exclude each other"),
-        ({"window_tokens": 3}, "k=4 is larger than window_tokens=3"),
+        ({"window_tokens": 3}, "window_tokens=3 is shorter than drafts of 4 tokens; raise it, or lower ttt_steps"),
         ({"roots_every": 5}, "roots_every=5 is more than ttt_steps=4; lower it"),
         ({"draft_vocab": VOCAB_SIZE + 1}, "draft_vocab=62 is more than the target's 61 tokens"),
     ],
