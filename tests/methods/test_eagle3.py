@@ -177,7 +177,7 @@ DRAWN = [Sampling(), Sampling(1.3, top_k=20, top_p=0.9), Sampling(1.0, draws="sh
 
 @pytest.mark.parametrize(
     ("made_and_drawn", "rule"),
-    in_turn(zip(FLAGS, 2 * DRAWN, strict=True), [None, "head", "head, one later", "confidence"]),
+    in_turn(zip(FLAGS, 2 * DRAWN, strict=True), [None, "head", "head, one later"]),
     ids=str,
 )
 def test_a_chain_in_one_program_is_that_of_step_by_step(made_and_drawn, rule, monkeypatch):
