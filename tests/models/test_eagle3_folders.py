@@ -251,6 +251,7 @@ TRAPS = {
     "tied to its own": (TIED_TABLE, TABLE, TABLE | {"unembedding": "trained", "tied": True}, ""),
     "no head": (HEADLESS, {}, {"unembedding": "target"}, "it has no lm_head, so the target's is read"),
     "no head, few tokens": (HEADLESS, TINY, {"unembedding": "target"}, "it has no lm_head, so the target's is read"),
+    "served longer than trained": (theirs(max_position_embeddings=64), {}, {"longest": 256}, ""),
     "of its training": (theirs(verifier_norm__weight=torch.ones(4)), {}, {}, ""),
 }
 
@@ -266,7 +267,7 @@ def test_what_writers_leave_open_is_read_as_they_meant_it(tmp_path, target, trap
     found = {"rope": opened.config.shape.rope_parameters, "windowed": opened.config.is_windowed}
     found["kept"], tables = None if opened.kept is None else opened.kept.tolist(), opened.state_dict()
     found["tied"] = torch.equal(opened.unembedding, tables.get("embed_tokens.weight", opened.norm.weight))
-    found |= vars(opened.config)
+    found |= vars(opened.config) | {"longest": opened.config.shape.max_positions}
     assert {name: found[name] for name in expected} == expected
     if not expected:  # the same drafter
         torch.testing.assert_close(drafts(opened), drafts(drafter), rtol=0, atol=0)
