@@ -223,7 +223,7 @@ class Eagle3:
         "drafts begin at every so many-th token [1: each token is learned at every depth]; ttt_steps: each at one depth"
         " in an epoch, and a step takes a fraction of the time",
     )
-    window_tokens: Whole | None = option(None, "positions that are seen, up to the token's own; null: all [null]")
+    window_tokens: Whole | None = option(None, "positions that are seen; null: all, or as `init` has it [null]")
     target_layers: list[Count] | None = option(
         None, "blocks of the target whose inputs are read; null: 2, the middle one, and the third last [null]"
     )

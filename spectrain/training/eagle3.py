@@ -151,14 +151,14 @@ class Eagle3Experiment(DrafterExperiment):
     def shape(self, kept: Tensor | None = None) -> Eagle3Config:
         """The config of the drafter for this target, which can draft the tokens `kept` [K]; None: all."""
         own, n_layer = self.own, self.target.n_layer
-        of_run = {"k": own.ttt_steps, "window_tokens": own.window_tokens}
-        of_run |= {"draft_vocab": None if kept is None else len(kept)}
+        of_run = {"k": own.ttt_steps, "draft_vocab": None if kept is None else len(kept)}
         if own.init not in NEW:
-            return replace(self.before.config, **of_run)
+            before = self.before.config
+            return replace(before, window_tokens=own.window_tokens or before.window_tokens, **of_run)
         layers = tuple(own.target_layers or default_layers(n_layer))
         if list(layers) != sorted({*layers}) or not 0 <= layers[0] <= layers[-1] < n_layer:
             raise UserError(f"target_layers={shown(list(layers))} must be of 0..{n_layer - 1}, each once and in order")
-        options = {name: getattr(own, name) for name in OF_CONFIG}
+        options = {name: getattr(own, name) for name in ("window_tokens", *OF_CONFIG)}
         return Eagle3Config(self._block_shape(), layers, **options, **of_run)
 
     def _block_shape(self) -> LlamaShape:
