@@ -155,12 +155,11 @@ class Eagle3Experiment(DrafterExperiment):
     def shape(self, kept: Tensor | None = None) -> Eagle3Config:
         """The config of the drafter for this target, which can draft the tokens `kept` [K]; None: all."""
         own, n_layer = self.own, self.target.n_layer
-        of_run = {"k": own.ttt_steps, "window_tokens": own.window_tokens}
-        of_run |= {"draft_vocab": None if kept is None else len(kept)}
+        of_run = {"k": own.ttt_steps, "draft_vocab": None if kept is None else len(kept)}
         if own.init not in NEW:
             before = self.before.config
-            return replace(before, **of_run | {"window_tokens": own.window_tokens or before.window_tokens})
-        options = {name: getattr(own, name) for name in self.of_config}
+            return replace(before, window_tokens=own.window_tokens or before.window_tokens, **of_run)
+        options = {name: getattr(own, name) for name in ("window_tokens", *self.of_config)}
         return Eagle3Config(self.block_shape(), self.layers_or(default_layers(n_layer)), **options, **of_run)
 
     def layers_or(self, default: tuple[int, ...]) -> tuple[int, ...]:

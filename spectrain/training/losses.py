@@ -134,14 +134,14 @@ class _ChunkedLoss(torch.autograd.Function):
         needs_grad = grad_enabled and (hidden.requires_grad or unembedding.requires_grad)
         trains_unembedding = grad_enabled and unembedding.requires_grad
         flat, n_depths = hidden.flatten(0, -2), hidden.shape[1] if hidden.dim() == 3 else 1
-        weights, kept, cut = settings.weights, teacher and teacher.kept, teacher is not None and teacher.within
+        kept, cut = teacher and teacher.kept, teacher is not None and teacher.within
         n_positions = max(1, len(hidden))
         n_hard = n_positions if hard is None else (hard >= 0).sum().clamp_min(1)
         if counts is not None:
             n_positions = n_hard = counts.sum().clamp_min(torch.finfo(counts.dtype).tiny)
             counts = counts.clone()
         elif cut or settings.kind == "lk":
-            counts = hidden.new_ones(hidden.shape[:-1], dtype=torch.float32)
+            counts = hidden.new_ones(len(hidden), n_depths, dtype=torch.float32)
         cast, cast_teacher = _as_computed(unembedding, hidden), None
         if teacher is not None:
             alike = teacher.unembedding is unembedding and _dtype_of(teacher.hidden) == cast.dtype
@@ -161,13 +161,10 @@ class _ChunkedLoss(torch.autograd.Function):
                     of_teacher = teacher.hidden[part].to(cast_teacher.dtype) @ cast_teacher.T
                 if cut:
                     best, of_teacher = of_teacher.amax(-1), of_teacher[:, kept]
-                    counts[part] *= (of_teacher.amax(-1) == best).unflatten(0, (-1, *[1] * (counts.dim() - 1)))
-                labels = None if hard is None else hard[part]
-                if n_depths > 1:
-                    of_teacher, labels = (
-                        one if one is None else one.repeat_interleave(n_depths, 0) for one in (of_teacher, labels)
-                    )
-                ce, alpha, grad_logits = chunk(logits, of_teacher, None if cut else kept, labels, weights, needs_grad)
+                    counts[part] *= (of_teacher.amax(-1) == best)[:, None]
+                labels = None if hard is None else hard[part].repeat_interleave(n_depths)
+                given = logits, of_teacher, None if cut else kept, labels, settings.weights, needs_grad
+                ce, alpha, grad_logits = chunk(*given, *([n_depths] if n_depths > 1 else []))
                 count = None if counts is None else counts[part].flatten()
                 cross_entropy += (ce if count is None else ce * count).sum()
                 if alpha is not None:
@@ -183,16 +180,17 @@ class _ChunkedLoss(torch.autograd.Function):
                     grad_unembedding += grad_logits.T @ states
         cross_entropy /= n_hard
         if needs_grad:
-            scale = (weights[0] or weights[1]) / n_hard
+            scale = (settings.weights[0] or settings.weights[1]) / n_hard
             grad_hidden *= scale
             if trains_unembedding:
                 grad_unembedding = grad_unembedding.mul_(scale).to(unembedding.dtype)
             ctx.save_for_backward(grad_hidden.view_as(hidden), grad_unembedding)
-        alphas = alphas.view(hidden.shape[:-1])
         gained = alphas.log() if settings.kind == "lk" else alphas
-        gained = gained if counts is None else gained * counts
+        gained = gained if counts is None else gained * counts.flatten()
+        alphas = alphas.view(hidden.shape[:-1])
         ctx.mark_non_differentiable(cross_entropy, alphas)
-        return weights[0] * cross_entropy - weights[1] * (gained.sum() / n_positions), cross_entropy, alphas
+        loss = settings.weights[0] * cross_entropy - settings.weights[1] * (gained.sum() / n_positions)
+        return loss, cross_entropy, alphas
 
     @staticmethod
     def backward(ctx, grad_loss, *_):
@@ -229,14 +227,19 @@ def chunk_loss(
     labels: Tensor | None,
     weights: tuple[float, float],
     needs_grad: bool,
+    n_depths: int = 1,
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
     """Return the cross-entropy [n] and alpha [n] of a chunk, float32, whatever the dtype of the logits.
+
+    With several depths the teacher's logits are [n / J, V], of the positions that J rows each are drafts of.
 
     With `needs_grad` also the gradient of the weighted loss by the logits [n, V], in their dtype, divided by the first
     weight that is not 0. Each operation reads or writes [n, V] once more, so there are as few as may be.
     """
     p = None if of_teacher is None else of_teacher.softmax(-1, dtype=torch.float32)
     p = p if kept is None else p[:, kept]
+    if n_depths > 1 and p is not None:
+        p = p.repeat_interleave(n_depths, 0)
     log_q = logits.log_softmax(-1, dtype=torch.float32)
     if labels is None:
         cross_entropy = -_dot(p, log_q)

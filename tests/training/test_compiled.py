@@ -24,6 +24,7 @@ from spectrain.training.optim import OptimizerSettings
 from spectrain.training.spire import SpireTraining
 from spectrain.training.vanilla import LanguageModelTraining
 from tests.conftest import VOCAB_SIZE, tiny_model
+from tests.training.test_eagle3 import eagle3_training
 from tests.training.trainers import config_of
 
 PREVIOUS = {"input": "projected", "unembedding": "target", "previous_state": True}
@@ -34,7 +35,8 @@ def trainings() -> dict[str, Training]:
     shape, layers = shape_of(target.model), last_layers(target.model, 2)
     drafter = new_drafter(target, SpireConfig(shape, layers, k=3, window_tokens=8, **PREVIOUS), "pruned")
     language = LanguageModelTraining(tiny_model().train().requires_grad_(True), OptimizerSettings())
-    return {"spire": SpireTraining(drafter, target, LossSettings(), OptimizerSettings()), "vanilla": language}
+    spire = SpireTraining(drafter, target, LossSettings(), OptimizerSettings())
+    return {"spire": spire, "eagle3": eagle3_training(target), "vanilla": language}
 
 
 def losses_and_gradients(module: Training, n_tokens: int) -> list[torch.Tensor]:
@@ -67,8 +69,9 @@ def check(kind: str, backend: str, most_graphs: int, device: str = "cpu") -> Non
 
 
 @pytest.mark.slow
-def test_compiled_parts_have_the_plain_ones_losses_for_rows_of_any_length():
-    check("spire", "aot_eager", 7)  # five parts, and one or two more where sizes happen to be equal
+@pytest.mark.parametrize("kind", ["spire", "eagle3"])
+def test_compiled_parts_have_the_plain_ones_losses_for_rows_of_any_length(kind):
+    check(kind, "aot_eager", 7)  # five parts, and one or two more where sizes happen to be equal
 
 
 @pytest.mark.slow
