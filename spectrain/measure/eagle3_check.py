@@ -62,7 +62,7 @@ def check(folder: str, target: TargetModel, answers: Sequence[Answer], k: int) -
         {
             "reading": _words(one, first) or "as its files say",
             "tau": found.measured(one).tau().as_json(),
-            "gain": found.gain(one, first).as_json() if one.unlike(first) else None,
+            "gain": found.measured(one).gain_over(found.measured(first)).as_json() if one.unlike(first) else None,
         }
         for one in found.tried
     ]

@@ -148,7 +148,7 @@ class Readings:
                     advance()
                 top, *close = sorted([best, *others], key=lambda one: -self.measured(one).value)[:CLOSE]
                 close = [one for one in close if not self.is_better(top, one)]
-                better = max([best, top, *close], key=lambda one: self.gain(one, best).value)
+                better = max([top, *close], key=lambda one: self.measured(one, 1).value)
         return best
 
     def others(self, now: Reading) -> Iterator[Reading]:
