@@ -154,8 +154,7 @@ class _ChunkedLoss(torch.autograd.Function):
         with torch.autocast("cpu" if hidden.is_meta else hidden.device.type, enabled=False):  # all is cast here
             for part in _parts(hidden, n_logits):
                 drafted = slice(n_depths * part.start, n_depths * part.stop)
-                states = flat[drafted].to(cast.dtype)
-                logits = states @ cast.T  # [n J, V]
+                logits = flat[drafted].to(cast.dtype) @ cast.T  # [n J, V]
                 of_teacher = None
                 if cast_teacher is not None:
                     of_teacher = teacher.hidden[part].to(cast_teacher.dtype) @ cast_teacher.T
@@ -175,9 +174,9 @@ class _ChunkedLoss(torch.autograd.Function):
                 if count is not None:  # states are far fewer numbers than logits
                     count = (count / alpha if settings.kind == "lk" else count)[:, None]
                     grad_hidden[drafted] *= count
-                    states = (states * count).to(states.dtype)
                 if trains_unembedding:
-                    grad_unembedding += grad_logits.T @ states
+                    states = flat[drafted].to(cast.dtype)
+                    grad_unembedding += grad_logits.T @ (states if count is None else (states * count).to(cast.dtype))
         cross_entropy /= n_hard
         if needs_grad:
             scale = (settings.weights[0] or settings.weights[1]) / n_hard
