@@ -22,7 +22,8 @@ from pathlib import Path
 import pytest
 
 FILE = "SPECTRAIN_TEST_SECONDS"  # environment variable
-YARDSTICK, YARDSTICK_S = "tests/decoding/test_law.py::", 26.8  # on an AMD EPYC with AVX-512, beside a second process
+# On an AMD EPYC with AVX-512, beside a second process: 26.8, and as much more as the kinds take that came later.
+YARDSTICK, YARDSTICK_S = "tests/decoding/test_law.py::", 32.5
 MARGIN = 1.5  # machines differ in more than one number
 ALIKE = 1.5  # times as long; on a slower machine, which may lack what ours computes with, nothing fails
 OWN_S = pytest.StashKey[float]()
