@@ -1,7 +1,7 @@
 """Say how well a drafter drafts for a target on this machine, and whether its files say how it was trained.
 
-    spectrain check drafter=<folder> target=<folder>
-    spectrain check drafter=<folder> target=<folder> prompts=questions.jsonl json=true
+    python -m spectrain.check drafter=<folder> target=<folder>
+    python -m spectrain.check drafter=<folder> target=<folder> prompts=questions.jsonl json=true
 
 The target answers prompts, and the drafter is compared with it on the answers, without a server. Of an EAGLE-3 drafter
 other readings of the same tensors are tried as well: the mistakes that load and run, and accept little. The exit code
