@@ -129,7 +129,8 @@ def of_dflash(target: TargetModel, folder: Path, n_kept: int) -> float:
     starts = torch.tensor([[0] * 10 + [10] * (N_TOKENS - 10)])
     rows = {"hidden_states": states, "input_ids": tokens, "document_ids": starts, "loss_mask": torch.ones_like(tokens)}
     rows["verifier_last_hidden_states"] = torch.zeros(1, N_TOKENS, D)
-    theirs = model._backbone_forward(**rows, max_anchors=n_blocks)[1]  # their loss needs a GPU
+    # Their loss is a kernel in Triton, which has no driver on a CPU.
+    theirs = model._backbone_forward(**rows, max_anchors=n_blocks)[1]
     drafter = dflash.load(folder, target)
     ours = dflash.drafted(drafter, tokens, states.unflatten(-1, (3, D)), starts=starts)
     own = F.linear(torch.stack(ours, 2)[:, :n_blocks], drafter.unembedding)

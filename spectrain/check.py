@@ -5,7 +5,8 @@
 
 The target answers prompts, and the drafter is compared with it on the answers, without a server. Of an EAGLE-3 drafter
 other readings of the same tensors are tried as well: the mistakes that load and run, and accept little. The exit code
-is 1 where its files are to be changed: another reading is surely better than what they say, to us or to an engine.
+is 1 where its files are to be changed: another reading is significantly better than what they say, to us or to an
+engine.
 """
 
 from __future__ import annotations

@@ -121,10 +121,14 @@ class ModelDrafter(ChainDrafter):
         cls, drafter: DrafterModel, folder: Path, gamma: int | None, max_nodes: int | str | None, **options: object
     ) -> Self:
         """Build the method of chains; see `lengths_of`. What is fixed or guessed depends on the training's results."""
-        k, window = drafter.config.k, drafter.config.window_tokens
-        lengths = fastest_gamma(folder) or k, min(LONGER * k, window), trained_acceptance(folder)
+        lengths = fastest_gamma(folder) or drafter.config.k, cls.longest(drafter), trained_acceptance(folder)
         length, budget = lengths_of(gamma, max_nodes, *lengths)
         return cls(drafter, length, budget=budget, **options)
+
+    @staticmethod
+    def longest(drafter: DrafterModel) -> int:
+        """Return the most tokens of a chain whose length is chosen step by step."""
+        return min(LONGER * drafter.config.k, drafter.config.window_tokens)
 
     @classmethod
     def of_trees(cls, drafter: DrafterModel, levels: int, branches: int, **options: object) -> Self:

@@ -17,7 +17,8 @@ from torch import Tensor
 
 from spectrain.measure.acceptance import Acceptance, Answer, Drafted, acceptance, joined
 from spectrain.measure.statistics import Estimate
-from spectrain.models.eagle3 import Eagle3Config, Eagle3Drafter, default_layers, unrolled
+from spectrain.models.eagle3 import Eagle3Config, Eagle3Drafter, unrolled
+from spectrain.models.eagle3_folders import default_layers
 from spectrain.target.llama import Rope
 from spectrain.target.target import FINAL, TargetModel
 from spectrain.terminal import stage
@@ -133,7 +134,7 @@ class Readings:
         return gain
 
     def is_better(self, one: Reading, other: Reading) -> bool:
-        """Whether a reading has surely a higher expected tau than another."""
+        """Whether a reading has a significantly higher expected tau than another; see SURE."""
         gain = self.gain(one, other)
         return gain.value > max(SAME, SURE * (gain.high - gain.low) / 2)
 

@@ -5,6 +5,7 @@ What it keeps of a text is `spectrain.drafting.model_drafter`'s: keys and values
 
 from __future__ import annotations
 
+from functools import cache
 from pathlib import Path
 from typing import Literal
 
@@ -14,10 +15,9 @@ from torch import Tensor
 from spectrain.config.values import Dtype, Nodes, Whole
 from spectrain.decoding import Context
 from spectrain.drafting.budget import AUTO
-from spectrain.drafting.draft_chain import Chains, DraftStep, draft_chain, lengths_of
+from spectrain.drafting.draft_chain import Chains, DraftStep, draft_chain
 from spectrain.drafting.model_drafter import ModelDrafter
 from spectrain.errors import UserError
-from spectrain.models.artifacts import fastest_gamma, trained_acceptance
 from spectrain.models.dflash import DFlashDrafter, load
 from spectrain.target import DraftTree, TargetModel
 from spectrain.target.llama import additive
@@ -42,13 +42,16 @@ class DFlash(ModelDrafter):
         if self.gamma > (k := drafter.config.k):
             raise UserError(f"gamma={self.gamma} must be 1..{k}: a block of this drafter has {k} tokens to draft")
 
+    @staticmethod
+    def longest(drafter: DFlashDrafter) -> int:
+        return drafter.config.k
+
     def draft(self, context: Context, gamma: int) -> DraftTree:
         self._catch_up(context)
-        said: list[Tensor] = []
+        block = cache(lambda: self._block(context.roots, self._roots(context)))  # read where the first token is
 
         def step(tokens: Tensor, i: int) -> DraftStep:
-            said.extend([] if said else [self._block(context.roots, self._roots(context))])
-            return DraftStep(self.drafter.spread(said[0][:, i]))
+            return DraftStep(self.drafter.spread(block()[:, i]))
 
         replays = self.replays(context, self.runtime.graphs, self.drafter.config.shape.vocab_size)
         whole = self._graph_chain if replays else None
@@ -97,10 +100,8 @@ def build(
     draft_vocab: Whole | Literal["auto"] | None = AUTO,
 ) -> DFlash:
     """The method from an exported drafter, or from another project's; the options are those of `method=spire`."""
-    loaded, fastest = load(Path(drafter), target), fastest_gamma(Path(drafter))
-    k, acceptance = loaded.config.k, trained_acceptance(Path(drafter))
-    length, budget = lengths_of(gamma, max_nodes, fastest or k, k, acceptance)
-    return DFlash(loaded, length, draft_dtype=draft_dtype, draft_vocab=draft_vocab, budget=budget)
+    options = {"draft_dtype": draft_dtype, "draft_vocab": draft_vocab}
+    return DFlash.of_folder(load(Path(drafter), target), Path(drafter), gamma, max_nodes, **options)
 
 
 def for_trees(

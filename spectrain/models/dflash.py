@@ -25,7 +25,7 @@ from torch import Tensor, nn
 
 from spectrain.errors import UserError
 from spectrain.models.dflash_folders import read, write
-from spectrain.models.drafter_model import DrafterModel, TargetTables
+from spectrain.models.drafter_model import FusingDrafter, TargetTables
 from spectrain.models.kinds import Kind
 from spectrain.models.published import exported, is_dflash, opened
 from spectrain.models.root_attention import attend
@@ -89,7 +89,7 @@ class DFlashBlock(LlamaBlock):
         return memories
 
 
-class DFlashDrafter(DrafterModel):
+class DFlashDrafter(FusingDrafter):
     """Fusion of the target's states and its norm, blocks, norm. It reads blocks of tokens, never one after the other.
 
     Args:
@@ -97,7 +97,7 @@ class DFlashDrafter(DrafterModel):
         target: whose embedding, and unembedding where it has none of its own, it reads; None: it is not run.
     """
 
-    in_programs = False
+    config_type, in_programs = DFlashConfig, False
 
     def __init__(self, config: DFlashConfig, target: TargetModel | None = None) -> None:
         super().__init__()
@@ -113,22 +113,13 @@ class DFlashDrafter(DrafterModel):
         self.register_buffer("kept", torch.arange(config.draft_vocab) if config.draft_vocab else None)
         self.rope = Rope(shape)
 
-    def embed(self, tokens: Tensor) -> Tensor:
-        table = self.embed_tokens.weight if hasattr(self, "embed_tokens") else self.tables.embedding
-        return F.embedding(tokens, table).to(self.norm.weight.dtype)
-
-    def input_table(self, dtype: torch.dtype) -> Tensor:
-        """The target's embedding itself, whatever its dtype is: `embed` converts what it reads of it."""
-        return self.tables.embedding
-
     def read_target(self, captured: Tensor, following: Tensor | None) -> tuple[list[Tensor], Tensor]:
         features = self.fused(captured)
         return [features] * len(self.blocks), features
 
     def fused(self, captured: Tensor) -> Tensor:
         """Return the features c [.., D] of the target's states [.., C, D] of `target_layers`."""
-        states = captured.to(self.fc.weight.dtype if isinstance(self.fc, nn.Linear) else self.norm.weight.dtype)
-        return self.hidden_norm(self.fc(states.flatten(-2)))
+        return self.hidden_norm(self.fc(captured.to(self.norm.weight.dtype).flatten(-2)))
 
     def block_of(self, roots: Tensor) -> Tensor:
         """Return the inputs [.., B, D] of the blocks of these roots [..] int64."""
@@ -190,5 +181,4 @@ def save(folder: Path, drafter: DFlashDrafter, dtype: torch.dtype = torch.float3
 
 def load(folder: Path, target: TargetModel, option: str = "drafter") -> DFlashDrafter:
     """Open a DFlash drafter, see `published.opened`."""
-    build = lambda fields: DFlashDrafter(DFlashConfig(**fields), target)  # noqa: E731
-    return opened("dflash", folder, target, option, read, build)
+    return opened("dflash", folder, target, option, read, DFlashDrafter)

@@ -173,6 +173,25 @@ class DrafterModel(nn.Module):
         return other
 
 
+class FusingDrafter(DrafterModel):
+    """A drafter that reads the target's embedding as it is, and states of several of its layers together."""
+
+    config_type: type  # of its config
+
+    @classmethod
+    def of_fields(cls, fields: Mapping[str, object], target: TargetModel) -> Self:
+        """Return a drafter for a target, given the fields of its config. Raise UserError where these do not fit."""
+        return cls(cls.config_type(**fields), target)
+
+    def embed(self, tokens: Tensor) -> Tensor:
+        table = self.embed_tokens.weight if hasattr(self, "embed_tokens") else self.tables.embedding
+        return F.embedding(tokens, table).to(self.norm.weight.dtype)
+
+    def input_table(self, dtype: torch.dtype) -> Tensor:
+        """The target's embedding itself, whatever its dtype is: `embed` converts what it reads of it."""
+        return self.tables.embedding
+
+
 def plain_shape(shape: LlamaShape, qk_norm: bool = False) -> LlamaShape:
     """Return the dimensions of a target's blocks without what they have beyond a Llama's, as engines load drafters."""
     plain = {"qkv_bias": False, "output_bias": False, "mlp_bias": False, "qk_norm": qk_norm, "layer_types": ()}

@@ -28,8 +28,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from spectrain.errors import UserError
-from spectrain.models.drafter_model import DrafterModel, TargetTables
-from spectrain.models.eagle3_folders import default_layers as default_layers
+from spectrain.models.drafter_model import FusingDrafter, TargetTables
 from spectrain.models.eagle3_folders import read, recognises, write
 from spectrain.models.kinds import Kind
 from spectrain.models.published import exported, opened
@@ -126,7 +125,7 @@ class Eagle3Block(LlamaBlock):
             program.copy(state, x)
 
 
-class Eagle3Drafter(DrafterModel):
+class Eagle3Drafter(FusingDrafter):
     """Fusion of the target's states, one block, norm, unembedding.
 
     Its final states are what the next token reads; `norm_output` decides whether after the norm or before it.
@@ -136,7 +135,7 @@ class Eagle3Drafter(DrafterModel):
         target: whose embedding it reads, and whose unembedding where it has none of its own; None: it is never run.
     """
 
-    pairs = True
+    config_type, pairs = Eagle3Config, True
 
     def __init__(self, config: Eagle3Config, target: TargetModel | None = None) -> None:
         super().__init__()
@@ -160,14 +159,6 @@ class Eagle3Drafter(DrafterModel):
     @property
     def normed_states(self) -> bool:
         return self.config.norm_output
-
-    def embed(self, tokens: Tensor) -> Tensor:
-        table = self.embed_tokens.weight if hasattr(self, "embed_tokens") else self.tables.embedding
-        return F.embedding(tokens, table).to(self.norm.weight.dtype)
-
-    def input_table(self, dtype: torch.dtype) -> Tensor:
-        """The target's embedding itself, whatever its dtype is: `embed` converts what it reads of it."""
-        return self.tables.embedding
 
     def read_target(self, captured: Tensor, following: Tensor | None) -> tuple[list[Tensor], Tensor]:
         states = self.fused(captured)
@@ -286,5 +277,4 @@ def save(folder: Path, drafter: Eagle3Drafter, dtype: torch.dtype = torch.float3
 
 def load(folder: Path, target: TargetModel, option: str = "drafter") -> Eagle3Drafter:
     """Open an EAGLE-3 drafter, see `published.opened`."""
-    build = lambda fields: Eagle3Drafter(Eagle3Config(**fields), target)  # noqa: E731
-    return opened("eagle3", folder, target, option, read, build)
+    return opened("eagle3", folder, target, option, read, Eagle3Drafter)

@@ -66,7 +66,7 @@ def opened(
     target: TargetModel,
     option: str,
     read: Callable[[Path, str, TargetModel], Read],
-    build: Callable[[dict], Opened],
+    made: type[Opened],
 ) -> Opened:
     """Open a drafter in float32, which shares the target's tables.
 
@@ -76,7 +76,7 @@ def opened(
         target: it drafts for.
         option: by which it was given.
         read: returns the fields of a config, and a state, of a folder.
-        build: returns a drafter of these fields.
+        made: the class of the drafter.
 
     Raises:
         UserError: it does not fit the target, or is damaged.
@@ -86,7 +86,7 @@ def opened(
         check_artifact(folder, kind, fingerprint(target.model, target.tokenizer), option)
     options, state = read(folder, given, target)
     try:
-        drafter = build(options)
+        drafter = made.of_fields(options, target)
     except UserError as error:
         raise UserError(f"{given} cannot be used: {error}") from None
     own = drafter.state_dict()

@@ -4,18 +4,15 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
-from functools import cached_property
-from pathlib import Path
 
 import torch
 from torch import Tensor
 
 from spectrain.decoding import Drafter
 from spectrain.methods.dflash import DFlash
-from spectrain.models.dflash import DFlashConfig, DFlashDrafter, drafted, load, save
-from spectrain.models.dflash_folders import default_layers, read
+from spectrain.models.dflash import DFlashConfig, DFlashDrafter, drafted
+from spectrain.models.dflash_folders import default_layers
 from spectrain.models.pruned_init import NEW
-from spectrain.target.loading import DTYPES
 from spectrain.training.data import RowBatch
 from spectrain.training.eagle3 import Eagle3Experiment, Eagle3Training
 from spectrain.training.losses import LossSettings
@@ -32,24 +29,13 @@ class DFlashTraining(Eagle3Training):
 class DFlashExperiment(Eagle3Experiment):
     """A DFlash drafter. Its blocks are Qwen 3's, whatever the target's are."""
 
-    exports = "dflash"
+    exports, drafter_type = "dflash", DFlashDrafter
     of_config = ("unembedding", "n_layer", "block_tokens", "mask_token")
-
-    def empty(self, kept: Tensor | None) -> DFlashDrafter:
-        return DFlashDrafter(self.shape(kept), self.target)
 
     def training(self, drafter: DFlashDrafter, is_new: bool) -> DFlashTraining:
         own, decay = self.own, math.exp(-1 / self.own.decay_tokens)
         loss = LossSettings(own.loss, own.omega)
         return DFlashTraining(drafter, self.target, loss, own.optimizer, self.config.seed, own.roots_every, decay)
-
-    @cached_property
-    def before(self) -> DFlashDrafter:
-        if self.target.device.type == "meta":
-            with torch.device("cpu"):
-                config = read(Path(self.own.init), f"init={self.own.init}", self.target)[0]
-            return DFlashDrafter(DFlashConfig(**config), self.target)
-        return load(Path(self.own.init), self.target, "init")
 
     def shape(self, kept: Tensor | None = None) -> DFlashConfig:
         own, draft_vocab = self.own, None if kept is None else len(kept)
@@ -64,6 +50,3 @@ class DFlashExperiment(Eagle3Experiment):
 
     def drafter(self, weights: dict[str, Tensor]) -> Drafter:
         return DFlash(self.model(weights), draft_dtype="auto", draft_vocab="auto")
-
-    def save(self, folder: Path, weights: dict[str, Tensor]) -> None:
-        save(folder, drafter=self.model(weights), dtype=DTYPES[self.own.export_dtype])

@@ -13,17 +13,10 @@ from spectrain.config.values import shown
 from spectrain.decoding import Drafter
 from spectrain.errors import UserError
 from spectrain.methods.eagle3 import Eagle3
-from spectrain.models.drafter_model import plain_shape
-from spectrain.models.eagle3 import (
-    Eagle3Config,
-    Eagle3Drafter,
-    default_layers,
-    drafted_places,
-    load,
-    save,
-    unrolled,
-)
-from spectrain.models.eagle3_folders import read
+from spectrain.models.drafter_model import FusingDrafter, plain_shape
+from spectrain.models.eagle3 import Eagle3Config, Eagle3Drafter, drafted_places, unrolled
+from spectrain.models.eagle3_folders import default_layers
+from spectrain.models.kinds import module_of
 from spectrain.models.pruned_init import NEW, draw_weights
 from spectrain.models.rollout import root_of_epoch
 from spectrain.target import TargetModel
@@ -98,15 +91,15 @@ class Eagle3Training(DrafterTraining):
 class Eagle3Experiment(DrafterExperiment):
     """An EAGLE-3 drafter. Its block is a Llama's, whatever the target's are."""
 
-    exports = "eagle3"
+    exports, drafter_type = "eagle3", Eagle3Drafter
     # Options of the run that are fields of the drafter's config, and cannot be changed when it is trained further.
     of_config: tuple[str, ...] = ("unembedding", "norm_before_residual", "norm_before_fc", "fc_norm", "norm_output")
 
     def block_layers(self) -> tuple[int, ...]:
         return self.shape().target_layers
 
-    def empty(self, kept: Tensor | None) -> Eagle3Drafter:
-        return Eagle3Drafter(self.shape(kept), self.target)
+    def empty(self, kept: Tensor | None) -> FusingDrafter:
+        return self.drafter_type(self.shape(kept), self.target)
 
     def blank(self) -> Eagle3Training:
         return super().blank() if self.own.init in NEW else self.training(self.trained_before(), is_new=False)
@@ -144,13 +137,14 @@ class Eagle3Experiment(DrafterExperiment):
         return drafter
 
     @cached_property
-    def before(self) -> Eagle3Drafter:
+    def before(self) -> FusingDrafter:
         """The drafter of the folder `init`, which says itself what it is; in a plan it has no values."""
+        kind = module_of(self.exports)
         if self.target.device.type == "meta":
             with torch.device("cpu"):
-                config = read(fetched(self.own.init, "init"), f"init={self.own.init}", self.target)[0]
-            return Eagle3Drafter(Eagle3Config(**config), self.target)
-        return load(Path(self.own.init), self.target, "init")
+                fields = kind.read(fetched(self.own.init, "init"), f"init={self.own.init}", self.target)[0]
+            return self.drafter_type.of_fields(fields, self.target)
+        return kind.load(Path(self.own.init), self.target, "init")
 
     def shape(self, kept: Tensor | None = None) -> Eagle3Config:
         """The config of the drafter for this target, which can draft the tokens `kept` [K]; None: all."""
@@ -174,7 +168,7 @@ class Eagle3Experiment(DrafterExperiment):
         shape = plain_shape(shape_of(self.target.model), qk_norm)
         return replace(shape, intermediate_size=self.own.intermediate_size or shape.intermediate_size)
 
-    def model(self, weights: dict[str, Tensor]) -> Eagle3Drafter:
+    def model(self, weights: dict[str, Tensor]) -> FusingDrafter:
         """The drafter of a training's weights: float32 values of the dtype that it is exported in."""
         drafter = load_weights(self.empty(weights.get("drafter.kept")), weights, "drafter")
         return drafter.to(DTYPES[self.own.export_dtype]).float()
@@ -183,4 +177,4 @@ class Eagle3Experiment(DrafterExperiment):
         return Eagle3(self.model(weights), draft_dtype="auto", draft_vocab="auto")
 
     def save(self, folder: Path, weights: dict[str, Tensor]) -> None:
-        save(folder, drafter=self.model(weights), dtype=DTYPES[self.own.export_dtype])
+        module_of(self.exports).save(folder, drafter=self.model(weights), dtype=DTYPES[self.own.export_dtype])

@@ -12,7 +12,8 @@ from spectrain.decoding import generate
 from spectrain.exports.eagle3_engines import write_for_engine
 from spectrain.methods.autoregressive import Autoregressive
 from spectrain.methods.eagle3 import Eagle3
-from spectrain.models.eagle3 import Eagle3Config, Eagle3Drafter, default_layers, unrolled
+from spectrain.models.eagle3 import Eagle3Config, Eagle3Drafter, unrolled
+from spectrain.models.eagle3_folders import default_layers
 from spectrain.target import TargetModel
 from spectrain.target.lean import shape_of
 from tests.conftest import VOCAB_SIZE, random_prompts, tiny_model
