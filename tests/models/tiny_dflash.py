@@ -36,7 +36,7 @@ def fitted_dflash(target: TargetModel, **options) -> DFlashDrafter:
     states = drafted(drafter, tokens, features.captured)[0][:, 1:].flatten(0, 1)
     logits = target.logits_of(features.final_hidden)[:, 1:].flatten(0, 1)
     logits = logits if drafter.kept is None else logits[:, drafter.kept]
-    drafter.lm_head.weight.copy_(torch.linalg.lstsq(states, logits).solution.mT)
+    drafter.lm_head.weight.copy_(torch.linalg.lstsq(states.float(), logits.float()).solution.mT)
     return drafter
 
 
