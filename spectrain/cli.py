@@ -153,7 +153,8 @@ def expand_shorthands(arguments: Sequence[str], name: str) -> list[str]:
     """Rewrite `target=X` to `target.path=X` where X is no file of the group, and put paths and texts in quotes.
 
     `method=<exported folder>` becomes the method that decodes with it, and its options. They stand first, so that other
-    arguments can change them. `paper=` becomes a preset (`config.papers`). `name` is the command's.
+    arguments can change them. `generate drafter=<folder>` takes the method of the drafter's kind. `paper=` becomes a
+    preset (`config.papers`). `name` is the command's.
 
     Raises:
         UserError: an argument has no name, or would remove an option.
@@ -193,6 +194,11 @@ def expand_shorthands(arguments: Sequence[str], name: str) -> list[str]:
             if key.startswith("sampling.") and "sampling" in groups:
                 argument = f"++{argument}"  # where no sampling is chosen, one option of it may be given all the same
         expanded.append(argument)
+    typed = dict(argument.partition("=")[::2] for argument in arguments)
+    if name == "generate" and "method" not in typed and re.match(r"[^[,]+$", typed.get("drafter", "")):
+        from spectrain.methods.options import method_with  # here: it imports torch
+
+        expanded.insert(0, f"method={method_with(typed['drafter'])}")
     first = sorted(expanded, key=lambda one: not one.startswith("+exp="))  # which later groups change
     return papers.with_paper(first, name)
 

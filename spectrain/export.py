@@ -108,7 +108,7 @@ def of_drafter(options: Export) -> tuple[Path, Callable[..., None]]:
     refuse_existing(out)
     artifact = read_manifest(drafter)
     if (kind := about(artifact.kind)).engine is None:
-        raise UserError(f"drafter={drafter} is a {kind.noun}, in which engines need nothing more; give another drafter")
+        raise UserError(f"drafter={drafter} is {kind.a_noun}, in which engines need nothing more; give another drafter")
     asked, path = engine_options(options, artifact.kind, f"drafter={drafter}"), options.target.path or artifact.target
     if not path:
         raise UserError(f"drafter={drafter} does not say what it was made for; give target=<its target>")

@@ -26,7 +26,7 @@ responses paper=specdecpp method=specdecpp | method.threshold=0.7 method.max_nod
 bench paper=sssd method=sssd max_nodes=30 | method.max_prefix=4 max_nodes=30
 """
 REFUSED = """
-generate paper=unknown | paper=unknown is unknown; choose among dflash, eagle3, logitspec, specdecpp, spectra, spire, sssd
+generate paper=unknown | paper=unknown is unknown; choose among dflash, eagle3, logitspec, specdecpp, spectra,
 train +exp=spire paper=sssd | paper=sssd says nothing of train +exp=spire, only of datastore, responses, generate, bench
 train +exp=specdecpp paper=spire | paper=spire says nothing of train +exp=specdecpp, only of train +exp=spire, train
 generate paper=spire method=pld,spire | method=pld,spire with paper=spire would need options of several methods;

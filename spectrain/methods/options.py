@@ -23,6 +23,7 @@ from typing import Any, get_type_hints
 import hydra
 from omegaconf import ListConfig, OmegaConf
 
+from spectrain.config.training import SUGGESTED
 from spectrain.config.values import Dtype as Dtype  # for methods of other projects
 from spectrain.config.values import Nodes as Nodes
 from spectrain.config.values import Probability as Share  # noqa: F401
@@ -144,6 +145,11 @@ def drafter_kind(path_or_id: str) -> str:
     return read_manifest(folder).kind if is_export(folder) else "vanilla"
 
 
+def method_with(drafter: str) -> str:
+    """Return the name of the method that decodes with a drafter."""
+    return about(drafter_kind(drafter)).method or SUGGESTED
+
+
 def check_taken(
     given: Mapping[str, str], methods: Iterable[Mapping], built: Iterable[Drafter], by_baselines: Iterable[str] = ()
 ) -> None:
@@ -160,8 +166,8 @@ def check_taken(
     for kind in given.keys() - taken:
         one, folder = about(kind), given[kind]
         if not Path(folder).exists():
-            raise UserError(f"{one.option}={folder} is no folder here, and no method takes a {one.noun}; correct it")
-        raise UserError(f"{one.option}={folder} is a {one.noun}, which none of the methods takes; remove it")
+            raise UserError(f"{one.option}={folder} is no folder here, and no method takes {one.a_noun}; correct it")
+        raise UserError(f"{one.option}={folder} is {one.a_noun}, which none of the methods takes; remove it")
 
 
 def chosen_folder(option: str, kind: str, own: str | None, given: str | None, target: TargetModel) -> str | None:

@@ -72,7 +72,7 @@ def load_draft_model(target: TargetModel, drafter: str, draft_dtype: str = "floa
         UserError: it cannot be loaded, or its tokenizer differs from the target's.
     """
     if is_export(drafter) and (kind := read_manifest(Path(drafter)).kind) != DRAFTER:
-        raise UserError(f"drafter={drafter} is a {about(kind).noun}; give a vanilla drafter, or a Hugging Face folder")
+        raise UserError(f"drafter={drafter} is {about(kind).a_noun}; give a vanilla drafter, or a Hugging Face folder")
     weights = draft_dtype_of(draft_dtype, target.device, target.dtype)
     dtype = str(target.dtype if weights == torch.int8 else weights).removeprefix("torch.")
     options = {"device": str(target.device), "graphs": "none" if target.graphs is None else "auto"}

@@ -124,7 +124,9 @@ def check_artifact(folder: Path, kind: str, target_fingerprint: str, option: str
     given, made_by = f"{option}={folder}", about(kind).made_by
     artifact = read_manifest(folder, option)
     if artifact.kind != kind:
-        raise UserError(f"{given} is a {about(artifact.kind).noun}; give one made by python -m {made_by}")
+        own = about(artifact.kind)
+        way = f"method={own.method}, or " if own.method and own.option == option else ""
+        raise UserError(f"{given} is {own.a_noun}; give {way}one made by python -m {made_by}")
     if artifact.target_fingerprint != target_fingerprint:
         raise UserError(
             f"{given} was trained for {artifact.target} ({artifact.target_fingerprint}), not for this target "

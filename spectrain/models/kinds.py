@@ -34,6 +34,10 @@ class Kind:
     # Whether a config.json that other projects write is of a drafter that this kind reads, or refuses by its name.
     recognises: Callable[[Mapping], bool] | None = None
 
+    @property
+    def a_noun(self) -> str:
+        return f"{'an' if self.noun[0] in 'AEIOaeio' else 'a'} {self.noun}"
+
 
 HEAD = Kind(
     *("head", "SpecDec++ head", "spectrain.train +exp=specdecpp"),

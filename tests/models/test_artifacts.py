@@ -120,7 +120,7 @@ def test_wrong_folders_are_named(tmp_path, target):
         load_spire(tmp_path / "nothing", target)
     with pytest.raises(UserError, match=r"has no spectrain\.json"):
         load_spire(tmp_path, target)
-    with pytest.raises(UserError, match=r"is a vanilla drafter; give one made by .*\+exp=spire"):
+    with pytest.raises(UserError, match=r"is a vanilla drafter; give method=speculative, or one made by .*\+exp=spire"):
         load_spire(export_vanilla(tmp_path / "vanilla", target), target)
 
 

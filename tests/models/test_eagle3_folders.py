@@ -188,7 +188,7 @@ def test_a_folder_of_others_drafts_as_what_it_was_made_of(tmp_path, target, layo
     assert list(method_configs([str(folder)], {})) == ["autoregressive", str(folder)]  # as methods= of bench
     plain, method = load_method("autoregressive", target), load_method(folder, target, gamma=3, max_nodes=None)
     assert generate(target, method, [[4, 5]], 9)[0].tokens == generate(target, plain, [[4, 5]], 9)[0].tokens
-    with pytest.raises(UserError, match="is a EAGLE-3 drafter; give a vanilla drafter"):
+    with pytest.raises(UserError, match="is an EAGLE-3 drafter; give a vanilla drafter"):
         load_draft_model(target, str(folder))
 
 
