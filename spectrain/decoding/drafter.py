@@ -77,6 +77,8 @@ class Drafter(ABC):
     def start(self, target: TargetModel, cache: KVCache) -> None:  # noqa: B027
         """Begins a generation: forgets all rows. `cache` is the target's, to be read only; `cache.max_rows` bounds n.
 
+        A drafter that keeps keys of whole texts adds itself to `cache.beside`, so that they are kept with the target's.
+
         Raises:
             UserError: the drafter does not fit this target.
         """

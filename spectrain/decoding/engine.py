@@ -22,12 +22,12 @@ from spectrain.decoding.drafter import Chooser, Drafter
 from spectrain.decoding.generation import Clock, Ending
 from spectrain.decoding.graph_capture import rehearse
 from spectrain.decoding.loop import Batch, Emitted, Row
-from spectrain.decoding.prefixes import Prefixes
+from spectrain.decoding.prefixes import TARGET, Known, Prefixes
 from spectrain.decoding.sampling import Sampling, row_generator
 from spectrain.decoding.verify import VERIFICATIONS
 from spectrain.errors import UserError, check_choice, check_whole, shown
 from spectrain.target.device import is_out_of_memory, out_of_memory_advice
-from spectrain.target.kv_cache import KVCache, States
+from spectrain.target.kv_cache import KVCache
 from spectrain.target.prefill import unread_parts
 from spectrain.target.target import TargetModel, TargetOutput
 
@@ -281,35 +281,38 @@ class Engine:
         """Whether there is memory for rows that may have so many tokens in the end, and for some aside."""
         return self.max_tokens is None or self._cache.slots_taken(reaches) + aside <= self.max_tokens
 
-    def _known(self, row: Row) -> tuple[tuple[States, int] | None, int]:
+    def _known(self, row: Row) -> tuple[tuple[Known, int] | None, int]:
         """Return what is known already of a prompt, where that is worth it, and how many of its tokens are unread."""
         n_tokens = len(row.prompt)
         found = None if self.prefixes is None else self.prefixes.longest(row.prompt)
         if found is None:
             return None, n_tokens
-        wanted = self._wanted([n_tokens]) if self._batch.target.capture_layers else None
+        wanted = self._wanted([n_tokens], *found) if self._batch.target.capture_layers else None
         if wanted is None and self._batch.target.capture_layers:
             return None, n_tokens  # the method reads all states
         n_unread = sum(stop - start for start, stop in unread_parts(wanted, found[1], n_tokens))
         return (found, n_unread) if n_unread < n_tokens else (None, n_tokens)
 
-    def _wanted(self, lengths: Sequence[int]) -> torch.Tensor | None:
+    def _wanted(self, lengths: Sequence[int], states: Known, n_known: int) -> torch.Tensor | None:
+        """Return the positions of prompts whose states the method reads, given those of the only one's beginning."""
+        for drafter, mark in self._cache.beside.items():
+            drafter.begin_with(states.get(mark), n_known)
         with torch.inference_mode():
             return self.drafter.read_of_prompts(torch.tensor(lengths, device=self.target.device))
 
     @torch.inference_mode()
-    def _reading_of(self, rows: list[Row], known: tuple[States, int] | None, goes_on: bool) -> _Reading:
+    def _reading_of(self, rows: list[Row], known: tuple[Known, int] | None, goes_on: bool) -> _Reading:
         target, lengths = self._batch.target, [len(row.prompt) for row in rows]
         longest = max(lengths)
         padded = [[*row.prompt, *[0] * (longest - len(row.prompt))] for row in rows]
         tokens = torch.tensor(padded).to(target.device)
         aside = KVCache(1, self.cache_block_tokens, longest + MOST_NODES) if goes_on else None
         cache, first = (self._cache, len(self._batch.rows)) if aside is None else (aside, 0)
-        states, n_known = known or ([], 0)
+        states, n_known = known or ({}, 0)
         rows[0].generation.cached_tokens = n_known
         if n_known:
-            cache.restore(first, states, n_known)
-        read, chunk = self._wanted(lengths), self.piece if goes_on else None
+            cache.restore(first, states[TARGET], n_known)
+        read, chunk = self._wanted(lengths, states, n_known), self.piece if goes_on else None
         new = range(first, first + len(rows))
         return _Reading(rows, target.reading(tokens, lengths, cache, new, read, n_known, chunk), aside)
 

@@ -14,6 +14,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Self
+from weakref import ref
 
 import torch
 import torch.nn.functional as F
@@ -31,6 +32,7 @@ from spectrain.models.artifacts import fastest_gamma, trained_acceptance
 from spectrain.models.drafter_model import DrafterModel
 from spectrain.target import DraftTree, KVCache, TargetModel, TargetOutput
 from spectrain.target.device import to_device
+from spectrain.target.kv_cache import States
 from spectrain.target.lean import fused_kernels
 from spectrain.target.weights import for_drafting, version
 
@@ -160,6 +162,9 @@ class ModelDrafter(ChainDrafter):
         self.runtime.kernels = fused_kernels(shape, target.device) if target.fuses else None
         self._prompts: list[PendingStates] = []
         self._missed: deque[PendingStates] = deque()  # of steps without this method
+        self.begin_with(None, 0)
+        if self.keys.is_whole and self.method.capture_layers:
+            cache.beside[self] = ref(drafter)
         # [rows, D] what each root reads of the state before it; `state` [n, D] is that of the token that is read next.
         self.finals = self.drafter.norm.weight.new_zeros(cache.max_rows, shape.hidden_size)
 
@@ -196,7 +201,16 @@ class ModelDrafter(ChainDrafter):
         return own.with_modules(ready)
 
     def read_of_prompts(self, lengths: Tensor) -> Tensor | None:
-        return self.keys.kept(lengths) if self.method.capture_layers else None
+        return self.keys.kept(lengths)[:, self._n_known :] if self.method.capture_layers else None
+
+    def begin_with(self, states: States | None, n_tokens: int) -> None:
+        self._known, self._n_known = states, 0
+        if states is not None:  # where it `pairs`, what stands at the last position depends on the token behind it
+            self._n_known = min(n_tokens, states[0][0].shape[1]) - self.drafter.pairs
+
+    def states_of(self, row: int, n_tokens: int) -> States:
+        self._catch_up(self._context())
+        return self.keys.states_of(row, n_tokens)
 
     def prefill(self, context: Context, output: TargetOutput, rows: range) -> None:
         super().prefill(context, output, rows)
@@ -205,10 +219,16 @@ class ModelDrafter(ChainDrafter):
         for one in (*self._prompts, *self._missed):
             one.of += [-1] * len(rows)
         self.keys.join(rows)
+        self._context = ref(context)
         lengths, captured = context.lengths[rows.start : rows.stop] - 1, output.captured  # of the prompts
-        kept, read = self.keys.kept(lengths), output.positions
+        kept, read = self.read_of_prompts(lengths), output.positions
+        if self._n_known:
+            self.keys.restore(rows.start, self._known, self._n_known)
+            self.begin_with(None, 0)
         if read.shape != kept.shape or not ((read == kept) | (kept < 0)).all():  # another method wanted to read more
-            places = (kept[:, :, None] == read[:, None]).long().argmax(dim=-1)
+            of_position = read.new_zeros(len(read), 2 + int(read.max()))  # the first is for -1
+            of_position.scatter_(1, read + 1, torch.arange(read.shape[1], device=read.device).expand_as(read))
+            places = of_position.gather(1, kept + 1)
             captured = captured.gather(1, places[:, :, None, None].expand(-1, -1, *captured.shape[2:]))
         # Their memories are made when something is drafted: many methods share a generation, and not all of them draft.
         self._prompts.append(PendingStates(captured, kept, [-1] * rows.start + [*range(len(rows))]))

@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from spectrain.kernels import unique
-from spectrain.target.kv_cache import zeros
+from spectrain.target.kv_cache import States, zeros
 from spectrain.target.llama import KeysValues, LlamaShape
 from spectrain.target.tree import DraftTree
 
@@ -169,6 +169,16 @@ class WholeKeys(WindowKeys):
     def kept(self, lengths: Tensor) -> Tensor:
         every = torch.arange(int(lengths.max()), device=lengths.device).expand(len(lengths), -1)
         return every.masked_fill(every >= lengths[:, None], -1)
+
+    def states_of(self, row: int, n_tokens: int) -> States:
+        """Return K/V of the first positions of a row, where they lie."""
+        return [(store.keys[row, :, :n_tokens], store.values[row, :, :n_tokens]) for store in self.stores]
+
+    def restore(self, row: int, states: States, n_tokens: int) -> None:
+        """Write the first positions of `states_of` to a row."""
+        self.positions[row, :n_tokens] = torch.arange(n_tokens, device=self.positions.device)
+        for store, (keys, values) in zip(self.stores, states, strict=True):
+            store.keys[row, :, :n_tokens], store.values[row, :, :n_tokens] = keys[:, :n_tokens], values[:, :n_tokens]
 
     def context(self, seen: Tensor, lengths: Tensor | None) -> tuple[list[KeysValues], Tensor]:
         n_rows, n_nodes, n_marks = seen.shape

@@ -17,6 +17,7 @@ from types import MappingProxyType
 import numpy as np
 import torch
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 
 from spectrain.decoding import Context, Drafter, Sampling, Verified
 from spectrain.decoding.drafter import Chooser, Method
@@ -168,10 +169,8 @@ class Auto(Chooser):
         asked = [arm.drafter.read_of_prompts(lengths) for arm in self.taking_part if arm.reads_states]
         if not asked or any(one is None for one in asked):
             return None
-        most = max(asked, key=lambda one: one.shape[1])
-        others = [one for one in asked if not torch.equal(one, most)]  # whole texts are asked for alike
-        inside = [(one < 0) | (one[:, :, None] == most[:, None]).any(-1) for one in others]
-        return most if all(bool(one.all()) for one in inside) else None
+        each = [torch.cat(of_row).unique() for of_row in zip(*asked, strict=True)]  # ascending
+        return pad_sequence([one[one >= 0] for one in each], batch_first=True, padding_value=-1)
 
     def prefill(self, context: Context, output: TargetOutput, rows: range) -> None:
         self._end_block()

@@ -13,8 +13,9 @@ from __future__ import annotations
 import math
 import mmap
 import operator
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from itertools import zip_longest
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -26,6 +27,16 @@ from spectrain.target.device import to_device, without
 
 HUGE_PAGE = 1 << 21
 States = list[tuple[Tensor, Tensor]]  # keys and values of a text, by block, [H, T, D_head]
+
+
+class OwnKeys(Protocol):
+    """A drafter that keeps keys and values of its own for all tokens of a cache's rows."""
+
+    def states_of(self, row: int, n_tokens: int) -> States:
+        """Return those of the first tokens of a row, where they lie."""
+
+    def begin_with(self, states: States | None, n_tokens: int) -> None:
+        """Say that the next prompt shares its first tokens with a text of these states. None: they are not known."""
 
 
 class KVCache(Cache):
@@ -51,6 +62,7 @@ class KVCache(Cache):
         self.n_layer, self._whole = n_layer, None  # [2, n_layer, max_rows, H, S, D_head], of which those are parts
         self.programs: Programs | None = None  # that run forwards against it
         self.weights: tuple[int, ...] = ()  # addresses of the model's, for which the cache was made
+        self.beside: dict[OwnKeys, Hashable] = {}  # drafters of the same rows, and what says whose keys theirs are
         # Where the current forward writes: rows, the first slot of each, the slot that all rows start at (if they do),
         # nodes per row, slots that attention reads, the slots [R, N] where a row has its own, and `_lines` of them.
         self._rows, self._starts, self._common_start = range(0), (), None
@@ -192,8 +204,9 @@ class KVCache(Cache):
         self._lengths = None
 
     def clear(self) -> None:
-        """Forget all rows."""
+        """Forget all rows, and who keeps keys beside them."""
         self.lengths, self._lengths = [], None
+        self.beside.clear()
 
     def leave(self, row: int, n_tokens: int) -> None:
         """Remember that so many tokens of a row that is given up stay in memory."""

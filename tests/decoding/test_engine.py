@@ -1,7 +1,7 @@
 """Requests that join, leave, fail and share beginnings get the target's own text, as if they were alone."""
 
 import random
-from functools import lru_cache
+from functools import lru_cache, partial
 from itertools import product
 
 import numpy as np
@@ -17,6 +17,7 @@ from spectrain.methods.registry import method_names
 from spectrain.target import KVCache, TargetModel
 from tests.conftest import EOS_ID, random_prompts, tiny_model
 from tests.decoding.reference import greedy_by_full_forwards
+from tests.decoding.test_graphs import target_with_graphs
 from tests.decoding.test_loop import EVERY_SORT, OF_EACH_ENGINE, artifacts, drafter_of
 
 N_NEW = 12
@@ -76,7 +77,8 @@ METHODS_AND_ENGINES = [
 
 
 @pytest.mark.parametrize(("name", "family"), METHODS_AND_ENGINES)
-def test_requests_that_come_and_go_get_the_targets_own_text(name, family):
+def test_requests_that_come_and_go_get_the_targets_own_text(name, family, monkeypatch):
+    monkeypatch.setattr("spectrain.methods.auto.Auto._rests", lambda *_: False)  # all of its drafters follow all texts
     prompts, texts = texts_of(family)
     chooser = random.Random(name)
     engine = Engine(target_of(family), drafter_of(name, family), 3, prefixes=Prefixes(MEMORY), cache_block_tokens=8)
@@ -100,12 +102,71 @@ def test_requests_that_come_and_go_get_the_targets_own_text(name, family):
             assert found == last.tokens == text
         assert all(step.generation is None for step in gained[number][:-1])
     read = sum(steps[-1].generation.cached_tokens for steps in gained.values())
-    if name == "auto" or name.startswith(
-        ("eagle3", "dflash")
-    ):  # with drafters that see whole texts, whose states are not kept
-        assert read == 0
-    else:
-        assert read > 20  # the drafters' own needs included, some beginnings were not read again
+    assert read > 20  # the drafters' own needs included, some beginnings were not read again
+
+
+WHOLE = [name for name in method_names() if name.startswith(("eagle3", "dflash"))]  # whose drafters see whole texts
+WAYS = ("programs", "torch", "graphs")  # to run a drafter
+
+
+def drafting_target(way: str, monkeypatch) -> TargetModel:
+    if way != "programs":
+        monkeypatch.setattr("spectrain.drafting.runtime.can_fuse", lambda *_: False)
+    return target_with_graphs() if way == "graphs" else target_of("llama_gqa")
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("name", [*WHOLE, "auto"])
+def test_kept_texts_have_the_keys_that_drafters_would_make_of_them_alone(name, way, monkeypatch):
+    """Though they begin with keys that were kept, rows move, and methods of `auto` take turns."""
+    monkeypatch.setattr("spectrain.methods.auto.Auto._rests", lambda *_: False)
+    prompts, texts = texts_of("llama_gqa")
+    target, method = drafting_target(way, monkeypatch), drafter_of(name, "llama_gqa")
+    engine = Engine(target, method, 3, prefixes=Prefixes(MEMORY), cache_block_tokens=8)
+    n_new = (N_NEW, 1, 5)  # a text may end before anything is drafted
+    arrivals = [(4 * i, Request(prompt, n_new[i % 3])) for i, prompt in enumerate([*prompts, *prompts])]
+    gained = run(engine, arrivals)
+    assert [tokens_of(steps) for steps in gained.values()] == [
+        t[: n_new[i % 3]] for i, t in enumerate([*texts, *texts])
+    ]
+    assert sum(steps[-1].generation.cached_tokens for steps in gained.values()) > 200
+    for tokens, known in engine.prefixes._texts.values():
+        text, marks = torch.tensor(tokens)[None], known.keys() - {prefixes_module.TARGET}
+        assert {type(mark().config).__name__ for mark in marks} == {
+            "eagle3": {"Eagle3Config"},
+            "dflash": {"DFlashConfig"},
+            "auto": {"Eagle3Config", "DFlashConfig"},
+        }[name.split("_")[0]]
+        for mark in marks:
+            drafter, n_valid = mark(), len(tokens) - mark().pairs
+            captured = target.with_capture(drafter.config.captured_layers).features(text).captured
+            memories, _ = drafter.read_target(captured, text.roll(-1, 1) if drafter.pairs else None)
+            rope = drafter.rope(torch.arange(len(tokens))[None])
+            for block, memory, kept in zip(drafter.blocks, memories, known[mark], strict=True):
+                expected = block.keys_values(memory, rope)
+                for own, one in zip(kept, (expected.keys, expected.values), strict=True):
+                    torch.testing.assert_close(own[:, :n_valid], one[0, :, :n_valid], atol=2e-3, rtol=2e-3)
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("name", WHOLE)
+def test_drafts_behind_a_kept_beginning_are_those_behind_one_that_was_read(name, way, monkeypatch):
+    drafts, cached = [], []
+    for prefixes in (None, Prefixes(MEMORY)):
+        method = drafter_of(name, "llama_gqa")
+        drafts.append([])
+        monkeypatch.setattr(method, "propose", partial(_noted, method.propose, drafts[-1]))
+        engine = Engine(drafting_target(way, monkeypatch), method, 1, prefixes=prefixes)
+        gained = run(engine, [(0, Request(prompt, N_NEW)) for prompt in texts_of("llama_gqa")[0]])
+        cached.append(sum(steps[-1].generation.cached_tokens for steps in gained.values()))
+    assert drafts[0] == drafts[1]
+    assert cached[0] == 0 < 20 < cached[1]
+
+
+def _noted(propose, drafts: list, context):
+    tree = propose(context)
+    drafts.append((tree.tokens.tolist(), tree.parents.tolist()))
+    return tree
 
 
 @pytest.mark.parametrize("family", OF_EACH_ENGINE)
@@ -292,7 +353,7 @@ def test_kept_texts_stay_within_their_memory_and_the_oldest_go(monkeypatch):
     assert [kept.longest([number] * 12) is not None for number in (1, 2, 3, 4)] == [True, False, True, True]
     states, n_tokens = kept.longest([3] * 6 + [9] * 9)
     assert n_tokens == 6
-    assert states[0][0].shape[1] == 10
+    assert states[prefixes_module.TARGET][0][0].shape[1] == 10
     assert kept.longest([3, 3, 3, 9]) is None  # too few
     target.prefill(torch.tensor([[3] * 10 + [4]]), [11], cache, range(1))
     kept.add(np.array([3] * 10 + [4]), cache, 0)  # instead of its own beginning
@@ -303,3 +364,56 @@ def test_kept_texts_stay_within_their_memory_and_the_oldest_go(monkeypatch):
     kept.add(np.array([9] * 10), cache, 0)
     assert len(kept._texts) == 2
     assert kept.longest([9] * 12) is not None
+
+
+class Beside:
+    """Keys of a drafter, which are as long as the text and all one number."""
+
+    def __init__(self, number: float) -> None:
+        self.number = number
+
+    def states_of(self, row: int, n_tokens: int) -> list:
+        return [(torch.full((2, n_tokens, 3), self.number), torch.full((2, n_tokens, 3), self.number))]
+
+
+def test_a_text_keeps_the_keys_of_all_drafters_that_followed_it_or_its_beginning():
+    target, cache = target_of("llama_gqa"), KVCache(1)
+    target.prefill(torch.tensor([[3] * 20]), [20], cache, range(1))
+    kept = Prefixes(20 * (target.token_bytes + 2 * 2 * 2 * 3 * 4))  # one text of 20 tokens, with keys of two drafters
+
+    def marks(n_tokens: int, *beside: str) -> dict:
+        cache.beside = {Beside(float(i)): mark for i, mark in enumerate(beside)}
+        kept.add(np.array([3] * n_tokens), cache, 0)
+        assert len(kept._texts) == 1
+        states, _ = kept.longest([3] * 30)
+        sizes = {mark: (float(pairs[0][0].max()), pairs[0][0].shape[1]) for mark, pairs in states.items() if mark}
+        assert kept.bytes == n_tokens * target.token_bytes + sum(n * 2 * 2 * 3 * 4 for _, n in sizes.values())
+        return sizes
+
+    assert marks(10) == {}
+    assert marks(10, "a", "a") == {"a": (0.0, 10)}  # one of two methods with the same drafter
+    assert marks(10) == {"a": (0.0, 10)}
+    assert marks(15, "b") == {"a": (0.0, 10), "b": (0.0, 15)}
+    assert marks(20, "b", "a") == {"a": (1.0, 20), "b": (0.0, 20)}
+    cache.beside = {Beside(0.0): mark for mark in "abc"}
+    kept.add(np.array([3] * 20), cache, 0)  # there is no memory for a third
+    assert kept.longest([3] * 30)[0].keys() == {prefixes_module.TARGET, "a", "b"}
+
+
+def test_a_drafter_reads_whole_what_others_wrote_and_then_what_is_new():
+    """It goes on from the text that it followed, though plain decoding has taken it further."""
+    target, eagle3, kept = target_of("llama_gqa"), drafter_of("eagle3", "llama_gqa"), Prefixes(MEMORY)
+    prompts, texts = texts_of("llama_gqa")
+    text, cached = prompts[0] + texts[0], []
+    for method, prompt in (
+        (Autoregressive(), text),
+        (eagle3, text),
+        (eagle3, text),
+        (Autoregressive(), text + [5] * 9),
+        (eagle3, text + [5] * 5),
+        (drafter_of("eagle3", "llama_gqa"), text + [5] * 5),
+    ):
+        gained = run(Engine(target, method, 1, prefixes=kept), [(0, Request(prompt, 1))])
+        cached.append(gained[0][-1].generation.cached_tokens)
+    n = len(text)
+    assert cached == [0, 0, n - 1, n, n + 4, 0]

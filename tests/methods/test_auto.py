@@ -172,6 +172,17 @@ def test_two_drafters_that_read_states_keep_those_of_each_row_s_own_prompt(artif
     assert drafted("spire", "spire_tree") == drafted("spire")
 
 
+def test_what_several_methods_read_of_prompts_is_read_once_and_in_order():
+    def reading(*positions: list[int]) -> Drafter:
+        method = Oracle([], right=True).describe(capture_layers=(0,))
+        method.read_of_prompts = lambda lengths: torch.tensor(positions)
+        return method
+
+    chosen = Auto({"window": reading([0, -1, 7, 8], [0, -1, -1, 3]), "whole": reading([5, 6, 7, 8], [2, 3, -1, -1])})
+    found = chosen.read_of_prompts(torch.tensor([9, 4]))
+    assert found.tolist() == [[0, 5, 6, 7, 8], [0, 2, 3, -1, -1]]
+
+
 @pytest.mark.parametrize(("right", "share"), [(True, 0.6), (False, 0.2)])
 def test_a_method_runs_where_it_is_fast_and_hardly_where_it_is_not(artifacts, right, share):
     target, asked = artifacts.target, prompts() * 3
