@@ -10,7 +10,6 @@ import torch
 from torch import Tensor
 
 from spectrain.config.values import shown
-from spectrain.decoding import Drafter
 from spectrain.errors import UserError
 from spectrain.methods.eagle3 import Eagle3
 from spectrain.models.drafter_model import FusingDrafter, plain_shape
@@ -22,9 +21,8 @@ from spectrain.models.rollout import root_of_epoch
 from spectrain.target import TargetModel
 from spectrain.target.lean import shape_of
 from spectrain.target.llama import LlamaShape
-from spectrain.target.loading import DTYPES, fetched
+from spectrain.target.loading import fetched
 from spectrain.training.base import compile_methods
-from spectrain.training.checkpoints import load_weights
 from spectrain.training.data import RowBatch, Rows
 from spectrain.training.drafters import (
     Drafted,
@@ -91,15 +89,12 @@ class Eagle3Training(DrafterTraining):
 class Eagle3Experiment(DrafterExperiment):
     """An EAGLE-3 drafter. Its block is a Llama's, whatever the target's are."""
 
-    exports, drafter_type = "eagle3", Eagle3Drafter
+    exports, drafter_type, method = "eagle3", Eagle3Drafter, Eagle3
     # Options of the run that are fields of the drafter's config, and cannot be changed when it is trained further.
     of_config: tuple[str, ...] = ("unembedding", "norm_before_residual", "norm_before_fc", "fc_norm", "norm_output")
 
     def block_layers(self) -> tuple[int, ...]:
         return self.shape().target_layers
-
-    def empty(self, kept: Tensor | None) -> FusingDrafter:
-        return self.drafter_type(self.shape(kept), self.target)
 
     def blank(self) -> Eagle3Training:
         return super().blank() if self.own.init in NEW else self.training(self.trained_before(), is_new=False)
@@ -108,8 +103,7 @@ class Eagle3Experiment(DrafterExperiment):
         own = self.own
         if own.roots_every > own.ttt_steps:
             raise UserError(f"roots_every={own.roots_every} is more than ttt_steps={own.ttt_steps}; lower it")
-        loss = LossSettings(own.loss, own.omega)
-        return Eagle3Training(drafter, self.target, loss, own.optimizer, self.config.seed, own.roots_every, own.decay)
+        return Eagle3Training(*self.of_training(drafter), own.roots_every, own.decay)
 
     def new(self, rows: Rows) -> Eagle3Drafter:
         """A new drafter, to be trained on these rows. Its last norm and its unembedding begin as the target's."""
@@ -167,14 +161,3 @@ class Eagle3Experiment(DrafterExperiment):
         """Return the dimensions of a block, of the width that the options say."""
         shape = plain_shape(shape_of(self.target.model), qk_norm)
         return replace(shape, intermediate_size=self.own.intermediate_size or shape.intermediate_size)
-
-    def model(self, weights: dict[str, Tensor]) -> FusingDrafter:
-        """The drafter of a training's weights: float32 values of the dtype that it is exported in."""
-        drafter = load_weights(self.empty(weights.get("drafter.kept")), weights, "drafter")
-        return drafter.to(DTYPES[self.own.export_dtype]).float()
-
-    def drafter(self, weights: dict[str, Tensor]) -> Drafter:
-        return Eagle3(self.model(weights), draft_dtype="auto", draft_vocab="auto")
-
-    def save(self, folder: Path, weights: dict[str, Tensor]) -> None:
-        module_of(self.exports).save(folder, drafter=self.model(weights), dtype=DTYPES[self.own.export_dtype])
