@@ -27,7 +27,7 @@ from spectrain.errors import UserError
 from spectrain.models.dflash_folders import read, write
 from spectrain.models.drafter_model import FusingDrafter, TargetTables
 from spectrain.models.kinds import Kind
-from spectrain.models.published import exported, is_dflash, opened
+from spectrain.models.published import is_dflash, opened
 from spectrain.models.root_attention import attend
 from spectrain.target.llama import KeysValues, LlamaBlock, LlamaShape, Rope, grouped
 from spectrain.target.target import TargetModel
@@ -175,8 +175,7 @@ def drafted(
 
 def save(folder: Path, drafter: DFlashDrafter, dtype: torch.dtype = torch.float32) -> None:
     """Write a drafter into an existing folder, in z-lab's layout; see `dflash_folders`."""
-    state, ends = exported(drafter)
-    write(folder, vars(drafter.config), state, dtype, ends)
+    write(folder, drafter, dtype)
 
 
 def load(folder: Path, target: TargetModel, option: str = "drafter") -> DFlashDrafter:

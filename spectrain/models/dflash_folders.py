@@ -6,23 +6,11 @@ from collections.abc import Mapping
 from pathlib import Path
 
 import torch
-from torch import Tensor
 
 from spectrain.errors import UserError
-from spectrain.models.artifacts import MANIFEST
-from spectrain.models.published import (
-    Read,
-    blocks_json,
-    check_layers,
-    in_our_words,
-    read_by,
-    shape_of_blocks,
-    types_of,
-    without_embedding,
-    write_weights,
-)
-from spectrain.stores.files import write_json
-from spectrain.target.target import TargetModel
+from spectrain.models import published
+from spectrain.models.drafter_model import DrafterModel
+from spectrain.models.published import Published, Read, blocks_json, types_of
 
 BLOCK = "layers.{}."
 WINDOWED = "sliding_attention"
@@ -36,39 +24,24 @@ def default_layers(n_layer: int, n_states: int) -> tuple[int, ...]:
     return tuple(sorted({min(max(1 + output, 0), n_layer - 1) for output in outputs}))
 
 
-def write(folder: Path, config: Mapping, state: Mapping[str, Tensor], dtype: torch.dtype, ends: Mapping) -> None:
-    """Fill an existing folder; for the arguments see `eagle3_folders.write`."""
-    shape, n_layer = config["shape"], config["n_layer"]
-    has_head = write_weights(folder, state, shape, dtype, BLOCK)
-    facts = {
-        "architectures": ["DFlashDraftModel"],
-        **blocks_json(shape, "qwen3", n_layer),
-        **({"draft_vocab_size": config["draft_vocab"] or shape.vocab_size} if has_head else {}),
-        "layer_types": ["full_attention"] * n_layer,
-        "torch_dtype": str(dtype).removeprefix("torch."),
-        **ends,
-        "block_size": config["block_tokens"],
+def write(folder: Path, drafter: DrafterModel, dtype: torch.dtype) -> None:
+    """Fill an existing folder, see `published.write`."""
+    config = drafter.config
+    own = {
+        "layer_types": ["full_attention"] * config.n_layer,
+        "block_size": config.block_tokens,
         "dflash_config": {  # layers by their outputs
-            "mask_token_id": config["mask_token"],
-            "target_layer_ids": [layer - 1 for layer in config["target_layers"]],
+            "mask_token_id": config.mask_token,
+            "target_layer_ids": [layer - 1 for layer in config.target_layers],
         },
-        "unembedding": config["unembedding"],
     }
-    write_json(folder / "config.json", facts)
+    blocks = blocks_json("DFlashDraftModel", config.shape, "qwen3", config.n_layer)
+    published.write(folder, drafter, dtype, BLOCK, blocks, own)
 
 
-def read(folder: Path, given: str, target: TargetModel) -> Read:
-    """Return the fields of `DFlashConfig`, and the drafter's state, of a folder of ours or of another project.
-
-    For arguments and errors see `eagle3_folders.read`.
-    """
-    return read_by(_read, folder, given, target)
-
-
-def _read(
-    folder: Path, given: str, facts: dict, tensors: dict[str, Tensor], target: TargetModel, guesses: list[str]
-) -> Read:
-    is_own, layer = (folder / MANIFEST).is_file(), facts.get("transformer_layer_config", facts)
+def read(found: Published) -> Read:
+    """Return the fields of `DFlashConfig`, and the drafter's state."""
+    facts, layer, given = found.facts, found.layer, found.given
     own = facts.get("dflash_config") or {}
     _check_variant(facts, layer, own, given)
     if "speculators_model_type" in facts:  # its layers are inputs
@@ -78,21 +51,14 @@ def _read(
         layers = None if outputs is None else [layer + 1 for layer in outputs]
     if mask_token is None or "block_size" not in facts:
         raise UserError(f"{given} has no mask_token_id or no block_size, which drafting takes; fetch it again")
-    n_layer = layer["num_hidden_layers"]
-    if layers is None:
-        layers = default_layers(target.n_layer, n_layer)
-        guesses.append(f"it names no layers, so it reads the inputs of blocks {layers}")
-    if list(layers) != sorted(set(layers)):
+    if layers is not None and list(layers) != sorted(set(layers)):
         raise UserError(f"{given} reads layers that are not in order ({layers}), which is not read; give another one")
-    config = {"shape": shape_of_blocks(layer, tensors, target, given, guesses, is_own, BLOCK), "n_layer": n_layer}
-    config |= {"target_layers": check_layers(layers, target.n_layer, given)}
-    config |= {"block_tokens": int(facts["block_size"]), "mask_token": int(mask_token)}
-    tensors = without_embedding(tensors, target)
-    state = in_our_words(folder, given, facts, tensors, config["shape"].vocab_size, guesses, BLOCK)
-    kept = state.get("kept")
-    config |= {"draft_vocab": None if kept is None else len(kept)}
-    config |= {"unembedding": "trained" if "lm_head.weight" in state else "target"}
-    return config, state
+    shape, n_layer = found.shape(BLOCK), layer["num_hidden_layers"]
+    fields = {"shape": shape, "n_layer": n_layer, "block_tokens": int(facts["block_size"])}
+    fields |= {"mask_token": int(mask_token)}
+    fields["target_layers"] = found.layers(layers, default_layers(found.target.n_layer, n_layer))
+    vocabulary, state = found.without_embedding().state(BLOCK, shape.vocab_size)
+    return fields | vocabulary, state
 
 
 def _check_variant(facts: Mapping, layer: Mapping, own: Mapping, given: str) -> None:

@@ -31,7 +31,7 @@ from spectrain.errors import UserError
 from spectrain.models.drafter_model import FusingDrafter, TargetTables
 from spectrain.models.eagle3_folders import read, recognises, write
 from spectrain.models.kinds import Kind
-from spectrain.models.published import exported, opened
+from spectrain.models.published import opened
 from spectrain.models.root_attention import attend
 from spectrain.target.forward import DecoderProgram
 from spectrain.target.llama import KeysValues, LlamaBlock, LlamaShape, Rope, grouped
@@ -271,8 +271,7 @@ def drafted_places(
 
 def save(folder: Path, drafter: Eagle3Drafter, dtype: torch.dtype = torch.float32) -> None:
     """Write a drafter into an existing folder, as vLLM and SGLang load it; see `eagle3_folders`."""
-    state, ends = exported(drafter)
-    write(folder, vars(drafter.config), state, dtype, ends)
+    write(folder, drafter, dtype)
 
 
 def load(folder: Path, target: TargetModel, option: str = "drafter") -> Eagle3Drafter:

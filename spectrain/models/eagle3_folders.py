@@ -9,28 +9,16 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
 from spectrain.errors import UserError
-from spectrain.models.artifacts import MANIFEST
-from spectrain.models.published import (
-    ROPE,
-    SIZES,
-    blocks_json,
-    check_layers,
-    in_our_words,
-    is_dflash,
-    read_by,
-    shape_of_blocks,
-    types_of,
-    without_embedding,
-    write_weights,
-)
-from spectrain.stores.files import write_json
-from spectrain.target.target import TargetModel
+from spectrain.models import published
+from spectrain.models.drafter_model import DrafterModel
+from spectrain.models.published import ROPE, SIZES, Published, Read, blocks_json, is_dflash, types_of
 
 ARCHITECTURE = "LlamaForCausalLMEagle3"
 BLOCK = "midlayer."
@@ -67,86 +55,51 @@ def default_layers(n_layer: int) -> tuple[int, ...]:
     return tuple(sorted({2, n_layer // 2, n_layer - 3}))
 
 
-def write(folder: Path, config: Mapping, state: Mapping[str, Tensor], dtype: torch.dtype, ends: Mapping) -> None:
-    """Fill an existing folder with config.json, the weights, and our order of the tokens that it can draft.
-
-    Args:
-        folder: to be filled.
-        config: fields of `Eagle3Config`.
-        state: of the drafter, with `lm_head.weight` where `draft_vocab` is given.
-        dtype: of the weights.
-        ends: `bos_token_id` and `eos_token_id` of the target.
-    """
-    has_head = write_weights(folder, state, config["shape"], dtype, BLOCK)
-    write_json(folder / "config.json", _config_json(config, dtype, ends, has_head))
-
-
-def _config_json(config: Mapping, dtype: torch.dtype, ends: Mapping, has_head: bool) -> dict:
-    shape, layers = config["shape"], config["target_layers"]
-    return {
-        "architectures": [ARCHITECTURE],
-        **blocks_json(shape, "llama", 1),
-        **({"draft_vocab_size": config["draft_vocab"] or shape.vocab_size} if has_head else {}),
-        "target_hidden_size": shape.hidden_size,
-        "torch_dtype": str(dtype).removeprefix("torch."),
-        **ends,
-        **{flag: True for flag in FLAGS if config[flag]},
+def write(folder: Path, drafter: DrafterModel, dtype: torch.dtype) -> None:
+    """Fill an existing folder, see `published.write`."""
+    config = drafter.config
+    layers = list(config.target_layers)
+    own = {
+        "target_hidden_size": config.shape.hidden_size,
+        **{flag: True for flag in FLAGS if getattr(config, flag)},
         **({} if len(layers) == 3 else {"num_aux_hidden_states": len(layers)}),
         # The inputs of these blocks, as vLLM counts, and the same states as outputs of blocks, as SGLang does.
         LAYERS: layers,
         "eagle_config": {LAYERS: [layer - 1 for layer in layers], "use_aux_hidden_state": True},
-        "k": config["k"],
-        "window_tokens": config["window_tokens"] if config["window_tokens"] < shape.max_positions else None,
-        "unembedding": config["unembedding"],
+        "k": config.k,
+        "window_tokens": config.window_tokens if config.is_windowed else None,
     }
+    published.write(folder, drafter, dtype, BLOCK, blocks_json(ARCHITECTURE, config.shape, "llama", 1), own)
 
 
-def read(folder: Path, given: str, target: TargetModel) -> tuple[dict, dict[str, Tensor]]:
-    """Return the fields of `Eagle3Config`, and the drafter's state, of a folder of ours or of another project.
-
-    Args:
-        folder: with config.json and weights.
-        given: it, as messages name it.
-        target: it drafts for.
-
-    Raises:
-        UserError: it holds something else, or does not fit the target, or is damaged.
-    """
-    return read_by(_read, folder, given, target)
-
-
-def _read(
-    folder: Path, given: str, facts: dict, tensors: dict[str, Tensor], target: TargetModel, guesses: list[str]
-) -> tuple[dict, dict[str, Tensor]]:
+def read(found: Published) -> Read:
+    """Return the fields of `Eagle3Config`, and the drafter's state."""
+    facts, tensors, guesses = found.facts, found.tensors, found.guesses
     for theirs, ours in OTHER_NAMES.items():
         tensors = {re.sub(theirs, ours, name): one for name, one in tensors.items()}
     if (why := _why_not(facts, [*tensors])) is not None:
-        raise UserError(f"{given} {why}")
-    is_own, layer = (folder / MANIFEST).is_file(), facts.get("transformer_layer_config", facts)
-    shape = shape_of_blocks(layer, tensors, target, given, guesses, is_own, BLOCK)
-    config = {"shape": shape, "target_layers": _layers(facts, target.n_layer, given, guesses)}
-    config |= _flags(facts, tensors, guesses)
-    config |= {name: facts[name] for name in ("k", "window_tokens") if name in facts}
+        raise UserError(f"{found.given} {why}")
+    found, layer = replace(found, tensors=tensors), found.layer
+    fields = {"shape": (shape := found.shape(BLOCK)), "target_layers": _layers(found)}
+    fields |= _flags(facts, tensors, guesses)
+    fields |= {name: facts[name] for name in ("k", "window_tokens") if name in facts}
     if methods := (facts.get("speculators_config") or {}).get("proposal_methods"):
-        config["k"] = methods[0]["speculative_tokens"]
+        fields["k"] = methods[0]["speculative_tokens"]
     # speculators masks by a window, and vLLM's class for Qwen3; of the other folders nobody reads it.
     has_window = "speculators_model_type" in facts or "eagle3qwen3" in types_of(facts)
     if has_window and "sliding_attention" in (layer.get("layer_types") or ()):
-        config["window_tokens"] = layer["sliding_window"]
-    if not is_own:
-        tensors = without_embedding(tensors, target)
+        fields["window_tokens"] = layer["sliding_window"]
+    found = found if found.is_own else found.without_embedding()
+    tensors = found.tensors
     head, embedded = tensors.get("lm_head.weight"), tensors.get("embed_tokens.weight")
-    if layer.get("tie_word_embeddings") and not is_own and head is not None:
+    if layer.get("tie_word_embeddings") and not found.is_own and head is not None:
         guesses.append("lm_head is read although tie_word_embeddings is true, for which SGLang reads the embedding")
     elif layer.get("tie_word_embeddings") and head is None and embedded is not None:
         tensors["lm_head.weight"] = embedded
-    state = in_our_words(folder, given, facts, tensors, shape.vocab_size, guesses, BLOCK)
-    kept = state.get("kept")
-    config["unembedding"] = "trained" if "lm_head.weight" in state else "target"
-    if config["unembedding"] == "target":
+    vocabulary, state = found.state(BLOCK, shape.vocab_size)
+    if vocabulary["unembedding"] == "target":
         guesses.append("it has no lm_head, so the target's is read")
-    config |= {"draft_vocab": None if kept is None else len(kept), "own_embedding": "embed_tokens.weight" in state}
-    return config, state
+    return fields | vocabulary | {"own_embedding": "embed_tokens.weight" in state}, state
 
 
 def _why_not(facts: Mapping, names: list[str]) -> str | None:
@@ -173,16 +126,13 @@ def _why_not(facts: Mapping, names: list[str]) -> str | None:
     return next((reason for reason, is_so in reasons.items() if is_so), None)
 
 
-def _layers(facts: Mapping, n_layer: int, given: str, guesses: list[str]) -> tuple[int, ...]:
+def _layers(found: Published) -> tuple[int, ...]:
     """Return the blocks whose inputs it reads. vLLM's key names these, and that in `eagle_config` the outputs."""
-    inputs, outputs = facts.get(LAYERS), (facts.get("eagle_config") or {}).get(LAYERS)
-    found = inputs or [layer + 1 for layer in outputs or ()]
-    if not found:
-        found = default_layers(n_layer)
-        guesses.append(f"it names no layers, so it reads the inputs of blocks {found}")
-    elif inputs and outputs and sorted(inputs) != sorted(layer + 1 for layer in outputs):
-        guesses.append(f"{LAYERS} are {inputs}, as inputs of blocks, not {outputs} of eagle_config")
-    return check_layers(found, n_layer, given)
+    inputs, outputs = found.facts.get(LAYERS), (found.facts.get("eagle_config") or {}).get(LAYERS) or ()
+    of_outputs = [layer + 1 for layer in outputs]
+    if inputs and outputs and sorted(inputs) != sorted(of_outputs):
+        found.guesses.append(f"{LAYERS} are {inputs}, as inputs of blocks, not {outputs} of eagle_config")
+    return found.layers(inputs or of_outputs, default_layers(found.target.n_layer))
 
 
 def _flags(facts: Mapping, tensors: Mapping[str, Tensor], guesses: list[str]) -> dict[str, bool]:

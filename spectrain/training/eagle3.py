@@ -17,6 +17,7 @@ from spectrain.models.eagle3 import Eagle3Config, Eagle3Drafter, drafted_places,
 from spectrain.models.eagle3_folders import default_layers
 from spectrain.models.kinds import module_of
 from spectrain.models.pruned_init import NEW, draw_weights
+from spectrain.models.published import read
 from spectrain.models.rollout import root_of_epoch
 from spectrain.target import TargetModel
 from spectrain.target.lean import shape_of
@@ -136,7 +137,7 @@ class Eagle3Experiment(DrafterExperiment):
         kind = module_of(self.exports)
         if self.target.device.type == "meta":
             with torch.device("cpu"):
-                fields = kind.read(fetched(self.own.init, "init"), f"init={self.own.init}", self.target)[0]
+                fields, _ = read(kind.read, fetched(self.own.init, "init"), f"init={self.own.init}", self.target)
             return self.drafter_type.of_fields(fields, self.target)
         return kind.load(Path(self.own.init), self.target, "init")
 
