@@ -14,8 +14,7 @@ from safetensors import safe_open
 
 from spectrain.measure.acceptance import Acceptance, Answer
 from spectrain.measure.eagle3_readings import Reading, Readings
-from spectrain.models.eagle3 import load
-from spectrain.models.eagle3_folders import ARCHITECTURE, FLAGS, LAYERS, ROPE, default_layers
+from spectrain.models.eagle3 import ARCHITECTURE, FLAGS, LAYERS, ROPE, default_layers, load
 from spectrain.stores.files import load_json
 from spectrain.target.loading import fetched
 from spectrain.target.target import FINAL, TargetModel

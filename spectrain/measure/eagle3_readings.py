@@ -17,8 +17,7 @@ from torch import Tensor
 
 from spectrain.measure.acceptance import Acceptance, Answer, Drafted, acceptance, joined
 from spectrain.measure.statistics import Estimate
-from spectrain.models.eagle3 import Eagle3Config, Eagle3Drafter, unrolled
-from spectrain.models.eagle3_folders import default_layers
+from spectrain.models.eagle3 import Eagle3Config, Eagle3Drafter, default_layers, unrolled
 from spectrain.target.llama import Rope
 from spectrain.target.target import FINAL, TargetModel
 from spectrain.terminal import stage

@@ -9,8 +9,7 @@ import torch
 from torch import Tensor
 
 from spectrain.methods.dflash import DFlash
-from spectrain.models.dflash import DFlashConfig, DFlashDrafter, drafted
-from spectrain.models.dflash_folders import default_layers
+from spectrain.models.dflash import DFlashConfig, DFlashDrafter, default_layers, drafted
 from spectrain.models.pruned_init import NEW
 from spectrain.training.data import RowBatch
 from spectrain.training.eagle3 import Eagle3Experiment, Eagle3Training

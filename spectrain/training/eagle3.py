@@ -13,8 +13,7 @@ from spectrain.config.values import shown
 from spectrain.errors import UserError
 from spectrain.methods.eagle3 import Eagle3
 from spectrain.models.drafter_model import FusingDrafter, plain_shape
-from spectrain.models.eagle3 import Eagle3Config, Eagle3Drafter, drafted_places, unrolled
-from spectrain.models.eagle3_folders import default_layers
+from spectrain.models.eagle3 import Eagle3Config, Eagle3Drafter, default_layers, drafted_places, unrolled
 from spectrain.models.kinds import module_of
 from spectrain.models.pruned_init import NEW, draw_weights
 from spectrain.models.published import read

@@ -15,8 +15,7 @@ from safetensors.torch import load_file, save_file
 from spectrain.measure.acceptance import Answer
 from spectrain.measure.eagle3_check import SGLANG, VLLM, check
 from spectrain.measure.eagle3_readings import PAIRINGS
-from spectrain.models.eagle3 import Eagle3Config, Eagle3Drafter, drafted_places, save, unrolled
-from spectrain.models.eagle3_folders import default_layers
+from spectrain.models.eagle3 import Eagle3Config, Eagle3Drafter, default_layers, drafted_places, save, unrolled
 from spectrain.target import TargetModel
 from spectrain.target.lean import shape_of
 from tests.conftest import tiny_model

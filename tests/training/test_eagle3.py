@@ -23,7 +23,7 @@ from spectrain.training.optim import OptimizerSettings
 from spectrain.training.sums import ValidationSums
 from tests.conftest import VOCAB_SIZE, tiny_model
 from tests.models.test_artifacts import tiny_tokenizer
-from tests.models.test_eagle3_folders import N_LAYER, drafter_for, drafts, export, published, speculators
+from tests.models.test_eagle3 import N_LAYER, drafter_for, drafts, export, published, speculators
 from tests.training.trainers import quiet_trainer
 
 K, LAYERS = 3, (1, 2)

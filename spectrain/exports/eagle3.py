@@ -13,7 +13,7 @@ from torch import Tensor
 
 from spectrain.exports.cards import json_argument
 from spectrain.models.artifacts import WEIGHTS, read_manifest
-from spectrain.models.eagle3_folders import BLOCK, FLAGS, LAYERS, OF_BLOCK
+from spectrain.models.eagle3 import BLOCK, FLAGS, LAYERS, OF_BLOCK
 from spectrain.stores.files import load_json, write_json
 from spectrain.target.target import TargetModel
 
