@@ -81,7 +81,7 @@ KIND = Kind(
     auto={"eagle3_sssd": ("sssd", "logitspec"), "eagle3": ()},
     engine="eagle3",
     recognises=recognises,
-    check="eagle3_check",
+    check="eagle3",
 )
 
 

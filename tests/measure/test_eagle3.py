@@ -13,8 +13,7 @@ import torch.nn.functional as F
 from safetensors.torch import load_file, save_file
 
 from spectrain.measure.acceptance import Answer
-from spectrain.measure.eagle3_check import SGLANG, VLLM, check
-from spectrain.measure.eagle3_readings import PAIRINGS
+from spectrain.measure.eagle3 import PAIRINGS, SGLANG, VLLM, check
 from spectrain.models.eagle3 import Eagle3Config, Eagle3Drafter, default_layers, drafted_places, save, unrolled
 from spectrain.target import TargetModel
 from spectrain.target.lean import shape_of
@@ -105,7 +104,7 @@ def answers(world, drafter) -> list[Answer]:
 @pytest.fixture(autouse=True)
 def _far_answers(monkeypatch):
     """The target has no states like those of the world, so no answers are read behind one another."""
-    monkeypatch.setattr("spectrain.measure.eagle3_readings.joined", lambda target, answers: answers)
+    monkeypatch.setattr("spectrain.measure.eagle3.joined", lambda target, answers: answers)
 
 
 @pytest.fixture
