@@ -291,20 +291,6 @@ def unrolled(
     return found
 
 
-def drafted_places(
-    n_tokens: int, step: int, every: int, first_root: int, starts: Tensor | None, device: torch.device | str = "cpu"
-) -> tuple[Tensor, Tensor]:
-    """Return the positions [R] of a step of `unrolled`, cut to the row, and whether drafts reach them, [B or 1, R].
-
-    A draft needs a state before its root, and ends with its document.
-    """
-    roots = torch.arange(first_root, n_tokens, every, device=device)
-    starts = torch.zeros(1, n_tokens, dtype=torch.int64, device=device) if starts is None else starts
-    places = (roots + step).clamp_max(n_tokens - 1)
-    begins = starts[:, roots]
-    return places, (roots + step < n_tokens) & (begins < roots) & (starts[:, places] == begins)
-
-
 def load(folder: Path, target: TargetModel, option: str = "drafter") -> Eagle3Drafter:
     """Open an EAGLE-3 drafter, see `published.opened`."""
     return opened("eagle3", folder, target, option, read, Eagle3Drafter)

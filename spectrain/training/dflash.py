@@ -12,10 +12,10 @@ from spectrain.methods.dflash import DFlash
 from spectrain.models.dflash import DFlashConfig, DFlashDrafter, default_layers, drafted
 from spectrain.models.pruned_init import NEW
 from spectrain.training.data import RowBatch
-from spectrain.training.eagle3 import Eagle3Experiment, Eagle3Training
+from spectrain.training.fusing import FusingExperiment, FusingTraining
 
 
-class DFlashTraining(Eagle3Training):
+class DFlashTraining(FusingTraining):
     """Trains a DFlash drafter: a token is learned at each place at which a block from one of the roots has it."""
 
     def states(self, batch: RowBatch, captured: Tensor, first_root: int) -> Tensor:
@@ -23,7 +23,7 @@ class DFlashTraining(Eagle3Training):
         return torch.stack(drafts, dim=2)
 
 
-class DFlashExperiment(Eagle3Experiment):
+class DFlashExperiment(FusingExperiment):
     """A DFlash drafter. Its blocks are Qwen 3's, whatever the target's are."""
 
     exports, drafter_type, method = "dflash", DFlashDrafter, DFlash

@@ -14,7 +14,8 @@ from safetensors.torch import load_file, save_file
 
 from spectrain.measure.acceptance import Answer
 from spectrain.measure.eagle3 import PAIRINGS, SGLANG, VLLM, check
-from spectrain.models.eagle3 import Eagle3Config, Eagle3Drafter, default_layers, drafted_places, save, unrolled
+from spectrain.models.eagle3 import Eagle3Config, Eagle3Drafter, default_layers, save, unrolled
+from spectrain.models.root_attention import drafted_places
 from spectrain.target import TargetModel
 from spectrain.target.lean import shape_of
 from tests.conftest import tiny_model
