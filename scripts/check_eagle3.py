@@ -28,10 +28,9 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 from transformers import AutoConfig, LlamaConfig, LlamaForCausalLM
 
-from spectrain.exports.eagle3_engines import write_speculators
+from spectrain.exports.eagle3 import write_speculators
 from spectrain.models import dflash
-from spectrain.models.eagle3 import load, save, unrolled
-from spectrain.models.eagle3_folders import FLAGS, LAYERS
+from spectrain.models.eagle3 import FLAGS, LAYERS, load, save, unrolled
 from spectrain.stores.files import load_json
 from spectrain.target.target import TargetModel
 

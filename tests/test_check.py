@@ -7,8 +7,7 @@ import json
 import pytest
 
 from spectrain.models.artifacts import Artifact, write_manifest
-from spectrain.models.eagle3 import Eagle3Config, Eagle3Drafter, save
-from spectrain.models.eagle3_folders import default_layers
+from spectrain.models.eagle3 import Eagle3Config, Eagle3Drafter, default_layers, save
 from spectrain.target import load_target
 from spectrain.target.lean import shape_of
 

@@ -151,12 +151,25 @@ class Train:
 
 
 @dataclass
-class Spire:
+class OwnBlocks:
+    """What trainings of drafters of our own blocks share."""
+
+    max_steps: Whole | None = option(None, "optimizer steps; null: as tokens_per_parameter says")
+    tokens_per_parameter: Positive = option(0.9, "tokens per trained parameter, but at most ten passes over the text")
+    draft_vocab: Whole | Literal["auto"] | None = option(
+        None, "tokens that it can draft, the most frequent of what is learned; auto: those of 99.5 % of it; null: all"
+    )
+    omega: Part = option(0.5, "share of the cross-entropy in the mixed loss [SPIRe: 0.5]")
+    export_dtype: Literal["bfloat16", "float32"] = option("bfloat16", "of the exported weights")
+    optimizer: Optimizer = always(Optimizer())
+
+
+@dataclass
+class Spire(OwnBlocks):
     """A SPIRe drafter."""
 
     kind: str = "spire"
     experiment: dict[str, Any] = always({"_target_": "spectrain.training.spire.SpireExperiment"})
-    max_steps: Whole | None = option(None, "optimizer steps; null: as tokens_per_parameter says")
     tokens_per_parameter: Positive = option(
         0.9, "tokens per trained parameter, but at most ten passes over the text; of the bundled target 8 minutes"
     )
@@ -181,9 +194,6 @@ class Spire:
         "the input also holds W2 h of the state h one token earlier [false]; null: true, but not with input=tied or "
         "target_activations=false",
     )
-    draft_vocab: Whole | Literal["auto"] | None = option(
-        None, "tokens that it can draft, the most frequent of the training text; auto: those of 99.5 % of it; null: all"
-    )
     feedback: bool | Literal["shared"] = option(
         True, "memories of drafted tokens mix all layers [true]; shared: alike for all blocks"
     )
@@ -193,19 +203,14 @@ class Spire:
     )
     loss: Literal["mixed", "distill", "hard"] = option("mixed", "distill: omega = 1; hard: the text's tokens")
     shifted_blocks: bool = option(True, "true: from the second epoch on blocks of k begin elsewhere in each [false]")
-    omega: Part = option(0.5, "share of the cross-entropy in the mixed loss [0.5]")
-    export_dtype: Literal["bfloat16", "float32"] = option("bfloat16", "of the exported weights")
-    optimizer: Optimizer = always(Optimizer())
 
 
 @dataclass
-class Eagle3:
+class Eagle3(OwnBlocks):
     """An EAGLE-3 drafter."""
 
     kind: str = "eagle3"
     experiment: dict[str, Any] = always({"_target_": "spectrain.training.eagle3.Eagle3Experiment"})
-    max_steps: Whole | None = option(None, "optimizer steps; null: as tokens_per_parameter says")
-    tokens_per_parameter: Positive = option(0.9, "tokens per trained parameter, but at most ten passes over the text")
     ttt_steps: Whole = option(4, "tokens of each draft in training, and by default in decoding [7]")
     roots_every: Whole = option(
         1,
@@ -235,20 +240,15 @@ class Eagle3:
         "soft: cross-entropy within the draft vocabulary, but where the target's most likely token is outside [soft]; "
         "distill: there, too; mixed: as +exp=spire; tv: total variation; lk: -log acceptance; hard: the text's tokens",
     )
-    omega: Part = option(0.5, "share of the cross-entropy in the mixed loss")
     decay: Annotated[Part, Gt(0)] = option(0.8, "weight of a drafted token over the one before it [0.8]")
-    export_dtype: Literal["bfloat16", "float32"] = option("bfloat16", "of the exported weights")
-    optimizer: Optimizer = always(Optimizer())
 
 
 @dataclass
-class DFlash:
+class DFlash(OwnBlocks):
     """A DFlash drafter, which drafts a block of tokens at once."""
 
     kind: str = "dflash"
     experiment: dict[str, Any] = always({"_target_": "spectrain.training.dflash.DFlashExperiment"})
-    max_steps: Whole | None = option(None, "optimizer steps; null: as tokens_per_parameter says")
-    tokens_per_parameter: Positive = option(0.9, "tokens per trained parameter, but at most ten passes over the text")
     n_layer: Whole = option(5, "its blocks [5]")
     block_tokens: Several = option(16, "of a block, with its root: it drafts one token fewer [16]")
     roots_every: Whole = option(8, "blocks begin at every so many-th token, elsewhere in each epoch [512 per row]")
@@ -263,14 +263,8 @@ class DFlash:
     unembedding: Literal["trained", "target"] = option(
         "target", "target: the target's rows of the tokens that it can draft; trained: it begins as these [target]"
     )
-    draft_vocab: Whole | Literal["auto"] | None = option(
-        None, "tokens that it can draft, the most frequent of what is learned; auto: those of 99.5 % of it; null: all"
-    )
     loss: Literal["soft", "mixed", "distill", "tv", "lk", "hard"] = option("hard", "as +exp=eagle3 has it [hard]")
-    omega: Part = option(0.5, "share of the cross-entropy in the mixed loss")
     decay_tokens: Positive = option(7.0, "of a draft, in which the weight of a token in the loss falls to 1 / e [7]")
-    export_dtype: Literal["bfloat16", "float32"] = option("bfloat16", "of the exported weights")
-    optimizer: Optimizer = always(Optimizer())
 
 
 @dataclass

@@ -46,7 +46,7 @@ def trained_card(
         config: of the run, resolved.
         trained: steps, tokens, tau and more, as spectrain.json keeps them.
         attempts: of run.json: code, versions, devices.
-        engine: how another engine runs a drafter or head that is no Hugging Face model; see `vllm_use`.
+        engine: how another engine runs a drafter or head that is no Hugging Face model, see `write_for_engine`.
     """
     taus = {name: row for name, row in (trained.get("tau") or {}).items() if name != "autoregressive"}
     hidden, data = (*types_of(Train), *NOT_SHOWN), config.data
@@ -69,18 +69,6 @@ def trained_card(
         options={name: _plain(value) for name, value in options.items() if value is not None},
         attempts=attempts,
         engine=engine,
-    )
-
-
-def vllm_use(folder: str, target: str, n_tokens: int, attention: str | None, why_not: str | None) -> str:
-    """How vLLM serves an exported SPIRe drafter with drafts of n tokens, or why it cannot."""
-    if why_not is not None:
-        return f"No other engine runs this drafter: {why_not}."
-    eager = " --enforce-eager" * (attention == "exact")  # never recorded as a CUDA graph
-    speculative = json_argument(method="eagle3", model=f"{folder}/vllm", num_speculative_tokens=n_tokens)
-    return (
-        "In vLLM 0.32, with spectrain in its environment (docs/export.md says how):\n\n"
-        f"```bash\nvllm serve {shlex.quote(target)}{eager} --speculative-config {speculative}\n```"
     )
 
 

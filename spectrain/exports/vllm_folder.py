@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import shlex
 import shutil
 from dataclasses import asdict
 from pathlib import Path
@@ -11,9 +12,10 @@ from pathlib import Path
 from safetensors.torch import save_file
 
 from spectrain.errors import UserError
-from spectrain.exports.cards import vllm_use
+from spectrain.exports.cards import json_argument
 from spectrain.exports.vllm_versions import ARCHITECTURE, FORMAT
 from spectrain.models.artifacts import WEIGHTS, read_manifest
+from spectrain.models.published import SIZES
 from spectrain.models.spire import SpireConfig
 from spectrain.stores.files import read_object, write_json
 from spectrain.target.target import FINAL, TargetModel
@@ -65,6 +67,18 @@ def write_for_engine(
     return vllm_use(name, target_name, n_tokens, attention, why)
 
 
+def vllm_use(folder: str, target: str, n_tokens: int, attention: str | None, why_not: str | None) -> str:
+    """How vLLM serves an exported SPIRe drafter with drafts of n tokens, or why it cannot."""
+    if why_not is not None:
+        return f"No other engine runs this drafter: {why_not}."
+    eager = " --enforce-eager" * (attention == "exact")  # never recorded as a CUDA graph
+    speculative = json_argument(method="eagle3", model=f"{folder}/{FOLDER}", num_speculative_tokens=n_tokens)
+    return (
+        "In vLLM 0.32, with spectrain in its environment (docs/export.md says how):\n\n"
+        f"```bash\nvllm serve {shlex.quote(target)}{eager} --speculative-config {speculative}\n```"
+    )
+
+
 def write_vllm_folder(
     folder: Path, config: SpireConfig, target: TargetModel, name: str, fingerprint: str, attention: str = "stock"
 ) -> None:
@@ -99,17 +113,10 @@ def vllm_config(config: SpireConfig, target: TargetModel, name: str, fingerprint
     return {
         "architectures": [ARCHITECTURE],
         "model_type": "llama",
+        **{theirs: getattr(shape, ours) for theirs, ours in SIZES.items()},
         "hidden_size": len(config.captured_layers) * shape.hidden_size,  # of what the proposer hands on
-        "intermediate_size": shape.intermediate_size,
         "num_hidden_layers": config.n_layer,
-        "num_attention_heads": shape.n_head,
-        "num_key_value_heads": shape.n_kv_head,
-        "head_dim": shape.head_dim,
-        "vocab_size": shape.vocab_size,
-        "rms_norm_eps": shape.rms_norm_eps,
         "rope_parameters": shape.rope_parameters,
-        "max_position_embeddings": shape.max_positions,
-        "hidden_act": shape.hidden_act,
         "tie_word_embeddings": False,
         "torch_dtype": "float32",
         "eagle_aux_hidden_state_layer_ids": sorted(ids),

@@ -9,11 +9,9 @@ import logging
 import re
 from importlib.util import find_spec
 
-from spectrain.exports.vllm_versions import ARCHITECTURE, READ, TRIED
+from spectrain.exports.vllm_versions import ARCHITECTURE, PROPOSER, READ, TRIED
 
 log = logging.getLogger("vllm.spectrain")  # below vLLM's own, so that it is shown
-
-PROPOSER = "vllm.model_executor.models.llama_eagle3"  # whose class ours is one of
 
 
 def register() -> None:

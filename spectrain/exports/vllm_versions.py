@@ -11,6 +11,7 @@ import sys
 log = logging.getLogger("vllm.spectrain")  # below vLLM's own, so that it is shown
 
 ARCHITECTURE = "SpireLlamaEagle3"  # the class of SPIRe drafters; vLLM leaves names that end like this as they are
+PROPOSER = "vllm.model_executor.models.llama_eagle3"  # the module whose class that one extends
 FORMAT = 1  # of the folder `vllm/` of an export
 TRIED = ("0.32.0",)  # our exports were started in it, on a CPU
 READ = ("0.33.0",)  # its sources were read

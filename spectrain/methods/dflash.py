@@ -6,26 +6,20 @@ What it keeps of a text is `spectrain.drafting.model_drafter`'s: keys and values
 from __future__ import annotations
 
 from functools import cache
-from pathlib import Path
-from typing import Literal
 
 import torch
 from torch import Tensor
 
-from spectrain.config.values import Dtype, Nodes, Whole
 from spectrain.decoding import Context
-from spectrain.drafting.budget import AUTO
 from spectrain.drafting.draft_chain import Chains, DraftStep, draft_chain
-from spectrain.drafting.model_drafter import ModelDrafter
+from spectrain.drafting.folder_drafter import FolderDrafter
 from spectrain.errors import UserError
 from spectrain.models.dflash import DFlashDrafter, load
-from spectrain.target import DraftTree, TargetModel
+from spectrain.target import DraftTree
 from spectrain.target.llama import additive
 
-DRAFTER = "dflash"
 
-
-class DFlash(ModelDrafter):
+class DFlash(FolderDrafter):
     """Drafts with a `DFlashDrafter`: one pass reads a whole block, however many of its tokens are drafted.
 
     The distribution q_j of a block's token j depends on the text and its root alone, not on what was drawn before it.
@@ -37,10 +31,17 @@ class DFlash(ModelDrafter):
         UserError: a block has fewer than gamma tokens.
     """
 
+    load = staticmethod(load)
+
     def __init__(self, drafter: DFlashDrafter, gamma: int | None = None, **options: object) -> None:
         super().__init__(drafter, gamma, **options)
         if self.gamma > (k := drafter.config.k):
             raise UserError(f"gamma={self.gamma} must be 1..{k}: a block of this drafter has {k} tokens to draft")
+
+    @classmethod
+    def of_trees(cls, drafter: DFlashDrafter, levels: int, branches: int, **options: object) -> DFlash:
+        """Nodes of one depth have the same candidates. A tree has no more levels than k."""
+        return cls(drafter, min(levels, drafter.config.k), **options)
 
     @staticmethod
     def longest(drafter: DFlashDrafter) -> int:
@@ -91,22 +92,5 @@ class DFlash(ModelDrafter):
         return model.kept_logits(states[:, 1:])
 
 
-def build(
-    target: TargetModel,
-    drafter: str,
-    gamma: Whole | None = None,
-    max_nodes: Nodes | None = None,
-    draft_dtype: Dtype = "auto",
-    draft_vocab: Whole | Literal["auto"] | None = AUTO,
-) -> DFlash:
-    """The method from an exported drafter, or from another project's; the options are those of `method=spire`."""
-    options = {"draft_dtype": draft_dtype, "draft_vocab": draft_vocab}
-    return DFlash.of_folder(load(Path(drafter), target), Path(drafter), gamma, max_nodes, **options)
-
-
-def for_trees(
-    target: TargetModel, drafter: str, levels: int, branches: int, draft_dtype: str, draft_vocab: int | str | None
-) -> DFlash:
-    """The model of a `TreeDrafter`: nodes of one depth have the same candidates. A tree has no more levels than k."""
-    loaded = load(Path(drafter), target)
-    return DFlash(loaded, min(levels, loaded.config.k), draft_dtype=draft_dtype, draft_vocab=draft_vocab)
+DRAFTER = "dflash"
+build, for_trees = DFlash.build, DFlash.for_trees

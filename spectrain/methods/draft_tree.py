@@ -26,7 +26,8 @@ def build(
     max_nodes: Nodes = 60,  # EAGLE-2
 ) -> TreeDrafter:
     """Build trees over a trained drafter; conf/method/spire_tree.yaml explains the options."""
-    model = method_of_kind(tree, "for_trees").for_trees(target, drafter, levels, branches, draft_dtype, draft_vocab)
+    of_weights = {"draft_dtype": draft_dtype, "draft_vocab": draft_vocab}
+    model = method_of_kind(tree, "for_trees").for_trees(target, drafter, levels, branches, **of_weights)
     found = None
     if lookup is not None:
         store = None if datastore is None else open_datastore(datastore, target)

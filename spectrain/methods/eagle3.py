@@ -7,39 +7,19 @@ the drafter was trained with one.
 from __future__ import annotations
 
 from dataclasses import asdict
-from pathlib import Path
-from typing import Literal
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from spectrain.config.values import Dtype, Nodes, Whole
-from spectrain.drafting.budget import AUTO
-from spectrain.drafting.model_drafter import ModelDrafter
-from spectrain.drafting.stopping import StopRule
-from spectrain.errors import UserError
-from spectrain.models.draft_states import DraftStates
-from spectrain.models.eagle3 import Eagle3Drafter, load, unrolled
-from spectrain.target import TargetModel
+from spectrain.drafting.folder_drafter import FolderDrafter
+from spectrain.models.draft_states import RolloutStates
+from spectrain.models.eagle3 import load, unrolled
 from spectrain.target.fingerprint import module_fingerprint
 
-DRAFTER = "eagle3"
 
-
-class Eagle3(ModelDrafter):
-    """Drafts with an `Eagle3Drafter`; see `ModelDrafter`."""
-
-
-class Eagle3States(DraftStates):
+class Eagle3States(RolloutStates):
     """An EAGLE-3 drafter, whose drafts begin at every `block_tokens`-th position of a text, but the first."""
-
-    def __init__(self, drafter: Eagle3Drafter, block_tokens: int) -> None:
-        if not 2 <= block_tokens <= (window := drafter.config.window_tokens):
-            raise UserError(f"rollout_tokens={block_tokens} must be 2..{window}, the drafter's window_tokens")
-        self.drafter, self.module, self.block_tokens = drafter, drafter, block_tokens
-        self.hidden_size, self.max_positions = drafter.config.shape.hidden_size, drafter.config.shape.max_positions
-        self.capture_layers = drafter.config.captured_layers
 
     def fingerprint(self) -> str:
         return module_fingerprint(self.drafter, asdict(self.drafter.config))
@@ -57,34 +37,11 @@ class Eagle3States(DraftStates):
         return super().reads_drafts(n_tokens, device) & later
 
 
-def build(
-    target: TargetModel,
-    drafter: str,
-    gamma: Whole | None = None,
-    max_nodes: Nodes | None = None,
-    draft_dtype: Dtype = "auto",
-    draft_vocab: Whole | Literal["auto"] | None = AUTO,
-) -> Eagle3:
-    """The method from an exported drafter, or from another project's; the options are those of `method=spire`."""
-    options = {"draft_dtype": draft_dtype, "draft_vocab": draft_vocab}
-    return Eagle3.of_folder(load(Path(drafter), target), Path(drafter), gamma, max_nodes, **options)
+class Eagle3(FolderDrafter):
+    """Drafts with an `Eagle3Drafter`; see `ModelDrafter`."""
+
+    load, states = staticmethod(load), Eagle3States
 
 
-def open_states(target: TargetModel, drafter: str, rollout_tokens: int) -> Eagle3States:
-    """Open a drafter whose states an acceptance head reads."""
-    loaded = load(Path(drafter), target).to(device=target.device, dtype=target.dtype).eval().requires_grad_(False)
-    return Eagle3States(loaded, min(rollout_tokens, loaded.config.window_tokens))
-
-
-def of_states(states: Eagle3States, gamma: int, stop: StopRule | None, draft_dtype: str) -> Eagle3:
-    """The method that drafts with these states: chains of at most gamma tokens, ended by the rule."""
-    gamma = min(gamma, states.drafter.config.window_tokens)
-    return Eagle3(states.drafter, gamma, stop=stop, draft_dtype=draft_dtype)
-
-
-def for_trees(
-    target: TargetModel, drafter: str, levels: int, branches: int, draft_dtype: str, draft_vocab: int | str | None
-) -> Eagle3:
-    """The model of a `TreeDrafter`."""
-    options = {"draft_dtype": draft_dtype, "draft_vocab": draft_vocab}
-    return Eagle3.of_trees(load(Path(drafter), target), levels, branches, **options)
+DRAFTER = "eagle3"
+build, open_states, of_states, for_trees = Eagle3.build, Eagle3.open_states, Eagle3.of_states, Eagle3.for_trees

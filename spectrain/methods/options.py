@@ -56,7 +56,8 @@ def build_function(method: Mapping) -> Callable:
 
 
 def module_of(method: Mapping) -> ModuleType:
-    return sys.modules[build_function(method).__module__]
+    build = build_function(method)
+    return sys.modules[getattr(build, "__self__", build).__module__]  # of a class method its class's
 
 
 def plain_options(method: Mapping) -> dict:

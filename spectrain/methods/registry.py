@@ -174,7 +174,7 @@ def build_method(
         UserError: an option is unknown or out of range, or a folder is missing or does not fit.
     """
     artifacts, build = {} if artifacts is None else artifacts, build_function(method)
-    name = build.__module__.rpartition(".")[2]
+    name = module_of(method).__name__.rpartition(".")[2]
     if target is None:  # whose steps nobody clocks
         method = with_papers_nodes(method)
     options = plain_options(method)

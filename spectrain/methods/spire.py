@@ -5,65 +5,20 @@ What it drafts with is `spectrain.drafting.model_drafter`: its keys are those of
 
 from __future__ import annotations
 
-from pathlib import Path
-from typing import Literal
-
 import torch
 import torch.nn.functional as F
 
-from spectrain.config.values import Dtype, Nodes, Whole
 from spectrain.decoding import Context
-from spectrain.drafting.budget import AUTO
-from spectrain.drafting.model_drafter import ModelDrafter
-from spectrain.drafting.stopping import StopRule
+from spectrain.drafting.folder_drafter import FolderDrafter
 from spectrain.models.rollout import SpireStates, chunk_tokens, windowed_states
 from spectrain.models.spire import load
-from spectrain.target import TargetModel
 from spectrain.target.llama import KeysValues
 
 
-def build(
-    target: TargetModel,
-    drafter: str,
-    gamma: Whole | None = None,
-    max_nodes: Nodes | None = None,
-    draft_dtype: Dtype = "auto",
-    draft_vocab: Whole | Literal["auto"] | None = AUTO,
-) -> Spire:
-    """The method from an exported drafter; raises UserError where it was trained for another target.
-
-    gamma: None takes, with max_nodes "auto", as many tokens in each step as pay; else the number that was the fastest
-    after training, which is in the export. For the others see `Spire`.
-    """
-    options = {"draft_dtype": draft_dtype, "draft_vocab": draft_vocab}
-    return Spire.of_folder(load(Path(drafter), target), Path(drafter), gamma, max_nodes, **options)
-
-
-def open_states(target: TargetModel, drafter: str, rollout_tokens: int) -> SpireStates:
-    """Open an exported drafter whose states an acceptance head reads."""
-    loaded = load(Path(drafter), target).to(device=target.device, dtype=target.dtype).eval().requires_grad_(False)
-    return SpireStates(loaded, min(rollout_tokens, loaded.config.window_tokens))
-
-
-def of_states(states: SpireStates, gamma: int, stop: StopRule | None, draft_dtype: str) -> Spire:
-    """The method that drafts with these states: chains of at most gamma tokens, ended by the rule."""
-    gamma = min(gamma, states.drafter.config.window_tokens)
-    return Spire(states.drafter, gamma, stop=stop, draft_dtype=draft_dtype)
-
-
-def for_trees(
-    target: TargetModel, drafter: str, levels: int, branches: int, draft_dtype: str, draft_vocab: int | str | None
-) -> Spire:
-    """The model of a `TreeDrafter`."""
-    options = {"draft_dtype": draft_dtype, "draft_vocab": draft_vocab}
-    return Spire.of_trees(load(Path(drafter), target), levels, branches, **options)
-
-
-DRAFTER = "spire"
-
-
-class Spire(ModelDrafter):
+class Spire(FolderDrafter):
     """Drafts with a `SpireDrafter`; see `ModelDrafter`."""
+
+    load, states = staticmethod(load), SpireStates
 
     def read_context(self, context: Context) -> None:
         """Without target activations: the drafter reads each row's text up to its root by itself.
@@ -85,3 +40,7 @@ class Spire(ModelDrafter):
             self.keys.forget(row)
             read = [KeysValues(kv.keys[:, :, kept], kv.values[:, :, kept]) for kv in every]
             self.keys.write(read, kept[None], slice(row, row + 1))
+
+
+DRAFTER = "spire"
+build, open_states, of_states, for_trees = Spire.build, Spire.open_states, Spire.of_states, Spire.for_trees

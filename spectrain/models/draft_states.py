@@ -12,6 +12,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import PreTrainedTokenizerBase
 
+from spectrain.errors import UserError
+from spectrain.models.drafter_model import DrafterModel
 from spectrain.target.fingerprint import fingerprint
 from spectrain.target.target import TargetModel
 
@@ -76,6 +78,17 @@ class ModelStates(DraftStates):
 
     def logits(self, hidden: Tensor) -> Tensor:
         return in_vocabulary(self.model.logits_of(hidden), self.vocab_size)
+
+
+class RolloutStates(DraftStates):
+    """A drafter of our own blocks, which drafts from every `block_tokens`-th position of a text, its root."""
+
+    def __init__(self, drafter: DrafterModel, block_tokens: int) -> None:
+        if not 2 <= block_tokens <= (window := drafter.config.window_tokens):
+            raise UserError(f"rollout_tokens={block_tokens} must be 2..{window}, the drafter's window_tokens")
+        self.drafter, self.module, self.block_tokens = drafter, drafter, block_tokens
+        self.hidden_size, self.max_positions = drafter.config.shape.hidden_size, drafter.config.shape.max_positions
+        self.capture_layers = drafter.config.captured_layers
 
 
 def in_vocabulary(logits: Tensor, vocab_size: int) -> Tensor:

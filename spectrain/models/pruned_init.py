@@ -19,8 +19,9 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from spectrain.errors import UserError
+from spectrain.models.drafter_model import DrafterModel
 from spectrain.models.spire import SpireConfig, SpireDrafter
-from spectrain.target.lean import block_state
+from spectrain.target.lean import block_state, shape_of
 from spectrain.target.sharded import whole
 from spectrain.target.target import TargetModel
 
@@ -57,12 +58,17 @@ def new_drafter(target: TargetModel, config: SpireConfig, init: str, kept: Tenso
         block.load_state_dict(block_state(state))
         if config.shape.layer_types:  # scores are divided by another number than the root of the width of a head
             block.query_norm.weight.data *= model.model.layers[layer].self_attn.scaling * config.shape.head_dim**0.5
-    drafter.norm.load_state_dict(model.model.norm.state_dict())
-    if config.shape.layer_types:
-        drafter.norm.weight.data += 1  # which Gemma's norms add themselves
-    if config.unembedding == "trained":
-        drafter.lm_head.load_state_dict(drafter.tables.unembedding_layer(drafter.kept).state_dict())
+    copy_ends(drafter, model)
     return drafter
+
+
+def copy_ends(drafter: DrafterModel, target: PreTrainedModel) -> None:
+    """Begin with the target's last norm and, where the drafter has its own, with its unembedding."""
+    drafter.norm.load_state_dict(target.model.norm.state_dict())
+    if shape_of(target).layer_types:
+        drafter.norm.weight.data += 1  # which Gemma's norms add themselves
+    if drafter.config.unembedding == "trained":
+        drafter.lm_head.load_state_dict(drafter.tables.unembedding_layer(drafter.kept).state_dict())
 
 
 def draw_weights(module: nn.Module) -> None:

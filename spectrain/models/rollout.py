@@ -22,8 +22,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from spectrain.errors import UserError
-from spectrain.models.draft_states import DraftStates
+from spectrain.models.draft_states import RolloutStates
 from spectrain.models.spire import SpireConfig, SpireDrafter
 from spectrain.target.fingerprint import module_fingerprint
 from spectrain.target.llama import KeysValues, grouped
@@ -227,18 +226,11 @@ class _Layout:
         return torch.cat([sees_sinks, sees_near], dim=3)
 
 
-class SpireStates(DraftStates):
+class SpireStates(RolloutStates):
     """A SPIRe drafter, rolled out from every `block_tokens`-th position: the first token of each block is a root.
 
     A head is trained on drafts of depth 1 .. block_tokens - 1.
     """
-
-    def __init__(self, drafter: SpireDrafter, block_tokens: int) -> None:
-        if not 2 <= block_tokens <= (window := drafter.config.window_tokens):
-            raise UserError(f"rollout_tokens={block_tokens} must be 2..{window}, the drafter's window_tokens")
-        self.drafter, self.module, self.block_tokens = drafter, drafter, block_tokens
-        self.hidden_size, self.max_positions = drafter.config.shape.hidden_size, drafter.config.shape.max_positions
-        self.capture_layers = drafter.config.captured_layers
 
     def fingerprint(self) -> str:
         description = asdict(self.drafter.config)

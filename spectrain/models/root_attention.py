@@ -65,3 +65,17 @@ def _attend(seen: Tensor, queries: Tensor, keys: Tensor, values: Tensor, *own: T
     attended = (of_context.flatten(2, 3) @ values).unflatten(2, queries.shape[2:4])
     attended = (attended + of_own @ own_values).unflatten(3, (n_groups, m))  # [B, K, r, G, m, E]
     return attended.permute(0, 2, 4, 1, 3, 5).flatten(3)
+
+
+def drafted_places(
+    n_tokens: int, step: int, every: int, first_root: int, starts: Tensor | None, device: torch.device | str = "cpu"
+) -> tuple[Tensor, Tensor]:
+    """Return the positions [R] of a step of all drafts, cut to the row, and whether drafts reach them, [B or 1, R].
+
+    A draft needs a state before its root, and ends with its document.
+    """
+    roots = torch.arange(first_root, n_tokens, every, device=device)
+    starts = torch.zeros(1, n_tokens, dtype=torch.int64, device=device) if starts is None else starts
+    places = (roots + step).clamp_max(n_tokens - 1)
+    begins = starts[:, roots]
+    return places, (roots + step < n_tokens) & (begins < roots) & (starts[:, places] == begins)

@@ -107,11 +107,6 @@ class DraftTree:
         return DraftTree(tokens, parents, source, probs, probe, self.is_chain, depth, self.n_silent)
 
     @cached_property
-    def valid(self) -> Tensor:
-        """[B, N] bool: no padding."""
-        return self.parents != PADDING_PARENT
-
-    @cached_property
     def drafted(self) -> Tensor:
         """[B, N] bool: neither root, padding nor probe."""
         drafted = self.parents >= 0

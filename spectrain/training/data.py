@@ -20,6 +20,7 @@ from lightning import LightningDataModule
 from torch import Tensor
 from torch.utils.data import DataLoader
 
+from spectrain.data.packing import PackedRows
 from spectrain.stores.features import FeatureStore
 
 READ_AHEAD = 4  # batches, each read by its own thread: one thread alone would not keep up with a GPU
@@ -72,15 +73,8 @@ class TextBatch:
 
 
 @dataclass(frozen=True)
-class TokenRows:
-    """Rows of equal length; see `spectrain.data.packing.PackedRows`."""
-
-    tokens: Tensor  # [rows, L] int32
-    is_response: Tensor | None = None  # [rows, L] bool
-    starts: Tensor | None = None  # [rows, L] int32
-
-    def __len__(self) -> int:
-        return len(self.tokens)
+class TokenRows(PackedRows):
+    """Packed rows, of which batches are made."""
 
     def __getitem__(self, places: list[int]) -> RowBatch:
         tokens = self.tokens[places].long()

@@ -8,17 +8,14 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from spectrain.decoding import Drafter
 from spectrain.methods.dflash import DFlash
-from spectrain.models.dflash import DFlashConfig, DFlashDrafter, drafted
-from spectrain.models.dflash_folders import default_layers
+from spectrain.models.dflash import DFlashConfig, DFlashDrafter, default_layers, drafted
 from spectrain.models.pruned_init import NEW
 from spectrain.training.data import RowBatch
-from spectrain.training.eagle3 import Eagle3Experiment, Eagle3Training
-from spectrain.training.losses import LossSettings
+from spectrain.training.fusing import FusingExperiment, FusingTraining
 
 
-class DFlashTraining(Eagle3Training):
+class DFlashTraining(FusingTraining):
     """Trains a DFlash drafter: a token is learned at each place at which a block from one of the roots has it."""
 
     def states(self, batch: RowBatch, captured: Tensor, first_root: int) -> Tensor:
@@ -26,16 +23,15 @@ class DFlashTraining(Eagle3Training):
         return torch.stack(drafts, dim=2)
 
 
-class DFlashExperiment(Eagle3Experiment):
+class DFlashExperiment(FusingExperiment):
     """A DFlash drafter. Its blocks are Qwen 3's, whatever the target's are."""
 
-    exports, drafter_type = "dflash", DFlashDrafter
+    exports, drafter_type, method = "dflash", DFlashDrafter, DFlash
     of_config = ("unembedding", "n_layer", "block_tokens", "mask_token")
 
     def training(self, drafter: DFlashDrafter, is_new: bool) -> DFlashTraining:
-        own, decay = self.own, math.exp(-1 / self.own.decay_tokens)
-        loss = LossSettings(own.loss, own.omega)
-        return DFlashTraining(drafter, self.target, loss, own.optimizer, self.config.seed, own.roots_every, decay)
+        decay = math.exp(-1 / self.own.decay_tokens)
+        return DFlashTraining(*self.of_training(drafter), self.own.roots_every, decay)
 
     def shape(self, kept: Tensor | None = None) -> DFlashConfig:
         own, draft_vocab = self.own, None if kept is None else len(kept)
@@ -47,6 +43,3 @@ class DFlashExperiment(Eagle3Experiment):
             options["mask_token"] = self.target.vocab_size - 1 if of_tokenizer is None else of_tokenizer
         layers = self.layers_or(default_layers(self.target.n_layer, own.n_layer))
         return DFlashConfig(self.block_shape(qk_norm=True), layers, draft_vocab=draft_vocab, **options)
-
-    def drafter(self, weights: dict[str, Tensor]) -> Drafter:
-        return DFlash(self.model(weights), draft_dtype="auto", draft_vocab="auto")

@@ -14,16 +14,21 @@ from torch import Tensor
 
 from spectrain.config.training import Train
 from spectrain.config.values import shown
+from spectrain.decoding import Drafter
+from spectrain.drafting.model_drafter import ModelDrafter
 from spectrain.errors import UserError
 from spectrain.models.artifacts import MANIFEST, WEIGHTS, read_manifest
 from spectrain.models.drafter_model import DrafterModel
+from spectrain.models.kinds import module_of
 from spectrain.models.pruned_init import NEW
 from spectrain.stores.folder import digest, sha256
 from spectrain.target import TargetModel
 from spectrain.target.fingerprint import module_fingerprint
 from spectrain.target.hidden_states import Features
+from spectrain.target.loading import DTYPES
 from spectrain.target.target import FINAL
 from spectrain.training.base import Experiment, Parts, Training
+from spectrain.training.checkpoints import load_weights
 from spectrain.training.data import FeatureRows, RowBatch, Rows
 from spectrain.training.losses import LossParts, LossSettings, Teacher, drafter_loss
 from spectrain.training.optim import OptimizerSettings
@@ -145,6 +150,8 @@ class DrafterExperiment(Experiment):
     """A drafter of our own blocks. A kind says its shape, and how it is made, read, trained and decoded with."""
 
     drafts, sources = True, ("online", "offline", "served")
+    drafter_type: type[DrafterModel]  # made of a config and the target
+    method: type[ModelDrafter]
 
     @staticmethod
     def needs_blocks(config: Train) -> bool:
@@ -154,9 +161,9 @@ class DrafterExperiment(Experiment):
     def block_layers(self) -> tuple[int, ...]:
         """Return the blocks of the target whose inputs the drafter reads."""
 
-    @abstractmethod
     def empty(self, kept: Tensor | None) -> DrafterModel:
         """Return a drafter without values that can draft the tokens `kept` [K]; None: all."""
+        return self.drafter_type(self.shape(kept), self.target)
 
     @abstractmethod
     def new(self, rows: Rows) -> DrafterModel:
@@ -191,6 +198,22 @@ class DrafterExperiment(Experiment):
             n_tokens = min(GUESSED_VOCAB, self.target.vocab_size)
         kept = None if n_tokens is None else torch.arange(check_vocab(n_tokens, self.target))
         return self.training(self.empty(kept), is_new=True)
+
+    def of_training(self, drafter: DrafterModel) -> tuple:
+        """Return the first arguments of the trainings of our drafters."""
+        own = self.own
+        return drafter, self.target, LossSettings(own.loss, own.omega), own.optimizer, self.config.seed
+
+    def model(self, weights: dict[str, Tensor]) -> DrafterModel:
+        """Return the drafter of a training's weights: float32 values of the dtype that it is exported in."""
+        drafter = load_weights(self.empty(weights.get("drafter.kept")), weights, "drafter")
+        return drafter.to(DTYPES[self.own.export_dtype]).float()
+
+    def drafter(self, weights: dict[str, Tensor]) -> Drafter:
+        return self.method(self.model(weights), draft_dtype="auto", draft_vocab="auto")
+
+    def save(self, folder: Path, weights: dict[str, Tensor]) -> None:
+        module_of(self.exports).save(folder, drafter=self.model(weights), dtype=DTYPES[self.own.export_dtype])
 
 
 def trainings_of(folder: Path) -> list[dict]:

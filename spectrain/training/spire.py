@@ -9,20 +9,17 @@ import torch
 from torch import Tensor
 
 from spectrain.config.training import Train
-from spectrain.decoding import Drafter
 from spectrain.errors import UserError
 from spectrain.methods.spire import Spire
 from spectrain.models.pruned_init import FIT_TOKENS, InputFit, last_layers, new_drafter
 from spectrain.models.rollout import rollout, root_of_epoch
-from spectrain.models.spire import SpireConfig, SpireDrafter, load, save
+from spectrain.models.spire import SpireConfig, SpireDrafter, load
 from spectrain.target import TargetModel
 from spectrain.target.hidden_states import Features
 from spectrain.target.lean import shape_of
-from spectrain.target.loading import DTYPES
 from spectrain.target.target import FINAL
 from spectrain.terminal import stage
 from spectrain.training.base import Parts, compile_methods
-from spectrain.training.checkpoints import load_weights
 from spectrain.training.data import RowBatch, Rows
 from spectrain.training.drafters import (
     STORED_DTYPE,
@@ -94,7 +91,7 @@ class SpireTraining(DrafterTraining):
 class SpireExperiment(DrafterExperiment):
     """A SPIRe drafter for a target whose blocks it can have."""
 
-    exports = "spire"
+    exports, drafter_type, method = "spire", SpireDrafter, Spire
 
     @staticmethod
     def needs_blocks(config: Train) -> bool:
@@ -108,14 +105,9 @@ class SpireExperiment(DrafterExperiment):
     def block_layers(self) -> tuple[int, ...]:
         return self.shape().block_layers
 
-    def empty(self, kept: Tensor | None) -> SpireDrafter:
-        return SpireDrafter(self.shape(kept), self.target)
-
     def training(self, drafter: SpireDrafter, is_new: bool) -> SpireTraining:
         """The training of a drafter, `is_new` where its input is fitted first."""
-        own, seed = self.own, self.config.seed
-        loss = LossSettings(own.loss, own.omega)
-        return SpireTraining(drafter, self.target, loss, own.optimizer, seed, is_new, own.shifted_blocks)
+        return SpireTraining(*self.of_training(drafter), fits_input=is_new, shifted_blocks=self.own.shifted_blocks)
 
     def new(self, rows: Rows) -> SpireDrafter:
         """A new drafter, to be trained on these rows."""
@@ -149,14 +141,3 @@ class SpireExperiment(DrafterExperiment):
         if own.memories != "blocks":
             layers = len(layers) * (FINAL if own.memories == "final" else 0,)
         return SpireConfig(shape_of(self.target.model), layers, **options)
-
-    def model(self, weights: dict[str, Tensor]) -> SpireDrafter:
-        """The drafter of a training's weights: float32 values of the dtype that it is exported in."""
-        drafter = load_weights(self.empty(weights.get("drafter.kept")), weights, "drafter")
-        return drafter.to(DTYPES[self.own.export_dtype]).float()
-
-    def drafter(self, weights: dict[str, Tensor]) -> Drafter:
-        return Spire(self.model(weights), draft_dtype="auto", draft_vocab="auto")
-
-    def save(self, folder: Path, weights: dict[str, Tensor]) -> None:
-        save(folder, drafter=self.model(weights), dtype=DTYPES[self.own.export_dtype])

@@ -15,6 +15,7 @@ from spectrain.kernels.cpu.attention import CHUNK
 from spectrain.methods.autoregressive import Autoregressive
 from spectrain.target import DraftTree, KVCache, TargetModel, cache_pool
 from spectrain.target import forward as module
+from spectrain.target.tree import PADDING_PARENT
 from tests.conftest import VOCAB_SIZE, random_prompts, tiny_model
 from tests.decoding.reference import greedy_by_full_forwards, random_parents, tree_of
 
@@ -50,7 +51,7 @@ def scored(target: TargetModel, lengths: list[int]) -> list[torch.Tensor]:
     for tree in trees(len(lengths)):
         output = target.score(tree, cache)
         cache.keep(1)
-        found += [values[tree.valid] for values in (output.logits, output.captured, output.hidden)]
+        found += [values[tree.parents != PADDING_PARENT] for values in (output.logits, output.captured, output.hidden)]
     return found
 
 

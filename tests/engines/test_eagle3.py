@@ -9,18 +9,17 @@ import torch
 import torch.nn.functional as F
 
 from spectrain.decoding import generate
-from spectrain.exports.eagle3_engines import write_for_engine
+from spectrain.exports.eagle3 import write_for_engine
 from spectrain.methods.autoregressive import Autoregressive
 from spectrain.methods.eagle3 import Eagle3
-from spectrain.models.eagle3 import Eagle3Config, Eagle3Drafter, unrolled
-from spectrain.models.eagle3_folders import default_layers
+from spectrain.models.eagle3 import Eagle3Config, Eagle3Drafter, default_layers, unrolled
 from spectrain.target import TargetModel
 from spectrain.target.lean import shape_of
 from tests.conftest import VOCAB_SIZE, random_prompts, tiny_model
 from tests.engines.engine import saved
 from tests.engines.test_vanilla import accepted_per_position
 from tests.models.test_artifacts import tiny_tokenizer
-from tests.models.test_eagle3_folders import LLAMA3, export
+from tests.models.test_eagle3 import LLAMA3, export
 
 pytestmark = pytest.mark.slow
 GAMMA, NEW, N_LAYER = 4, 24, 8

@@ -70,6 +70,6 @@ def test_no_more_is_drafted_than_a_block_has(tmp_path):
     folder = str(export_dflash(tmp_path / "dflash", target))
     assert build(target, folder, max_nodes="auto").gamma == 3
     assert build(target, folder, gamma=2).gamma == 2
-    assert for_trees(target, folder, 5, 2, "auto", None).gamma == 3
+    assert for_trees(target, folder, 5, 2).gamma == 3
     with pytest.raises(UserError, match=r"gamma=4 must be 1..3: a block of this drafter has 3 tokens to draft"):
         build(target, folder, gamma=4)

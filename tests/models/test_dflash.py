@@ -17,8 +17,7 @@ from spectrain.errors import UserError
 from spectrain.methods.options import given_artifacts
 from spectrain.models import eagle3
 from spectrain.models.artifacts import published_kind
-from spectrain.models.dflash import DFlashDrafter, drafted, load, save
-from spectrain.models.dflash_folders import default_layers
+from spectrain.models.dflash import DFlashDrafter, default_layers, drafted, load, save
 from spectrain.target import TargetModel
 from tests.conftest import VOCAB_SIZE, tiny_model
 from tests.models.test_artifacts import tiny_tokenizer

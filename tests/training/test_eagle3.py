@@ -23,7 +23,7 @@ from spectrain.training.optim import OptimizerSettings
 from spectrain.training.sums import ValidationSums
 from tests.conftest import VOCAB_SIZE, tiny_model
 from tests.models.test_artifacts import tiny_tokenizer
-from tests.models.test_eagle3_folders import N_LAYER, drafter_for, drafts, export, published, speculators
+from tests.models.test_eagle3 import N_LAYER, drafter_for, drafts, export, published, speculators
 from tests.training.trainers import quiet_trainer
 
 K, LAYERS = 3, (1, 2)
@@ -242,7 +242,7 @@ def test_a_drafter_of_others_is_planned_and_trained_further_as_it_is(tmp_path, m
     fewer = experiment(target, **ours, draft_vocab=9, window_tokens=8, ttt_steps=3).trained_before()
     assert torch.equal(fewer.lm_head.weight, theirs.lm_head.weight[:9])
     assert (fewer.config.k, fewer.config.window_tokens, len(fewer.kept)) == (3, 8, 9)
-    monkeypatch.setattr("spectrain.training.eagle3.fetched", lambda name, option: folder)
+    monkeypatch.setattr("spectrain.training.fusing.fetched", lambda name, option: folder)
     with torch.device("meta"):
         model = LlamaForCausalLM(target.model.config).eval().requires_grad_(False)
         planned = experiment(TargetModel(model, engine="transformers"), **given | {"init": "of/hub"}).blank()

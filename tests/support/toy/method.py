@@ -32,6 +32,6 @@ def build(
     return ToyMethod(loaded, length, draft_dtype=draft_dtype, budget=budget)
 
 
-def for_trees(target: TargetModel, drafter: str, levels: int, branches: int, draft_dtype: str, _) -> ToyMethod:
+def for_trees(target: TargetModel, drafter: str, levels: int, branches: int, draft_dtype: str, **_) -> ToyMethod:
     n_read = 1 + branches * (levels - 1)
     return ToyMethod(load(Path(drafter), target), levels, draft_dtype=draft_dtype, tree_nodes=n_read)

@@ -19,8 +19,7 @@ from spectrain.methods.options import given_artifacts
 from spectrain.methods.registry import method_configs
 from spectrain.methods.speculative import load_draft_model
 from spectrain.models.artifacts import trained_artifact, write_manifest
-from spectrain.models.eagle3 import Eagle3Config, Eagle3Drafter, load, save, unrolled
-from spectrain.models.eagle3_folders import SIZES, default_layers
+from spectrain.models.eagle3 import SIZES, Eagle3Config, Eagle3Drafter, default_layers, load, save, unrolled
 from spectrain.target import TargetModel, fingerprint
 from spectrain.target.lean import shape_of
 from tests.conftest import VOCAB_SIZE, tiny_model

@@ -8,7 +8,7 @@ import torch
 
 from spectrain.models.eagle3 import load
 from spectrain.target import load_target
-from tests.models.test_eagle3_folders import drafter_for, drafts, published, safeai
+from tests.models.test_eagle3 import drafter_for, drafts, published, safeai
 
 ALIKE = ("config.json", "model.safetensors", "kept.npy", "spectrain.json")
 

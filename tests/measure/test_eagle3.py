@@ -13,10 +13,9 @@ import torch.nn.functional as F
 from safetensors.torch import load_file, save_file
 
 from spectrain.measure.acceptance import Answer
-from spectrain.measure.eagle3_check import SGLANG, VLLM, check
-from spectrain.measure.eagle3_readings import PAIRINGS
-from spectrain.models.eagle3 import Eagle3Config, Eagle3Drafter, drafted_places, save, unrolled
-from spectrain.models.eagle3_folders import default_layers
+from spectrain.measure.eagle3 import PAIRINGS, SGLANG, VLLM, check
+from spectrain.models.eagle3 import Eagle3Config, Eagle3Drafter, default_layers, save, unrolled
+from spectrain.models.root_attention import drafted_places
 from spectrain.target import TargetModel
 from spectrain.target.lean import shape_of
 from tests.conftest import tiny_model
@@ -106,7 +105,7 @@ def answers(world, drafter) -> list[Answer]:
 @pytest.fixture(autouse=True)
 def _far_answers(monkeypatch):
     """The target has no states like those of the world, so no answers are read behind one another."""
-    monkeypatch.setattr("spectrain.measure.eagle3_readings.joined", lambda target, answers: answers)
+    monkeypatch.setattr("spectrain.measure.eagle3.joined", lambda target, answers: answers)
 
 
 @pytest.fixture

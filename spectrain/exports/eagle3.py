@@ -12,8 +12,8 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from spectrain.exports.cards import json_argument
-from spectrain.models.artifacts import WEIGHTS, read_manifest
-from spectrain.models.eagle3_folders import BLOCK, FLAGS, LAYERS, OF_BLOCK
+from spectrain.models.artifacts import WEIGHTS, fastest_gamma
+from spectrain.models.eagle3 import BLOCK, FLAGS, LAYERS, OF_BLOCK
 from spectrain.stores.files import load_json, write_json
 from spectrain.target.target import TargetModel
 
@@ -21,6 +21,7 @@ log = logging.getLogger(__name__)
 
 FOLDER = "speculators"
 VERSION = "0.9.0"  # of speculators, which the format was compared with
+ALIKE = ("draft_vocab_size", "target_hidden_size", "torch_dtype", LAYERS)  # keys of both
 
 
 def write_for_engine(
@@ -39,7 +40,7 @@ def write_for_engine(
     if speculators:
         (folder / FOLDER).mkdir()
         write_speculators(folder / FOLDER, config, tensors, target_name, target)
-    n_tokens, quoted = read_manifest(folder).trained.get("fastest_gamma") or config["k"], shlex.quote(target_name)
+    n_tokens, quoted = fastest_gamma(folder) or config["k"], shlex.quote(target_name)
     drafting = json_argument(method="eagle3", model=name, num_speculative_tokens=n_tokens)
     window = f" --speculative-draft-window-size {config['window_tokens']}" if config["window_tokens"] else ""
     said = [
@@ -83,10 +84,9 @@ def write_speculators(
         "speculators_model_type": "eagle3",
         "speculators_version": VERSION,
         "draft_vocab_size": config["vocab_size"],
-        **{key: config[key] for key in ("draft_vocab_size", "target_hidden_size", LAYERS) if key in config},
+        **{key: config[key] for key in ALIKE if key in config},
         **{flag: config.get(flag, False) for flag in FLAGS},
         "embed_requires_grad": "embed_tokens.weight" in tensors,
-        "torch_dtype": config["torch_dtype"],
         "transformer_layer_config": {key: config[key] for key in OF_BLOCK if key in config} | windowed,
         "speculators_config": {
             "algorithm": "eagle3",
