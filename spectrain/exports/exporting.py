@@ -180,7 +180,11 @@ def stored_dtype(drafter: Path) -> torch.dtype:
 
 
 def write_for_engine(kind: str, folder: Path, out: Path, target: TargetModel, options: Mapping) -> str:
-    """Write what another engine needs of a drafter, where one runs its kind, and return what its card says of it."""
+    """Write what another engine needs of a drafter, where one runs its kind, and return what its card says of it.
+
+    The module of a kind is given the folder, how command lines name the export and its target, the target, of which the
+    tables may be all there is, and its own options.
+    """
     if (module := engine_module(kind)) is None:
         return NO_ENGINE
     artifact = read_manifest(folder)

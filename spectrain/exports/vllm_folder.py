@@ -46,15 +46,8 @@ def write_for_engine(
 ) -> str:
     """Write what vLLM needs beside a SPIRe drafter, where it can run it, and return what the export's card says of it.
 
-    Args:
-        folder: of the export.
-        name: the export in command lines.
-        target_name: the target, likewise.
-        target: it was trained for, or its tables alone.
-        attention: stock or exact, see `write_vllm_folder`; None: stock.
-
-    Raises:
-        UserError: `attention` was asked for, and vLLM cannot run the drafter.
+    See `exporting.write_for_engine`; for `attention`, `write_vllm_folder`. Raise UserError where that was asked for,
+    and vLLM cannot run the drafter.
     """
     config, artifact = read_object(folder / "config.json", SpireConfig, "export it again"), read_manifest(folder)
     if (why := why_not_vllm(config)) is not None:
