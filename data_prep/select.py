@@ -148,15 +148,7 @@ def _log_likelihoods(target: TargetModel, texts: Sequence[np.ndarray], rows: Seq
 
 
 def token_log_probs(logits: Tensor, tokens: Tensor) -> Tensor:
-    """Compute log p of each token, in float32, a chunk of positions at a time.
-
-    Args:
-        logits: [B, T, V] in the model's dtype.
-        tokens: [B, T] int64.
-
-    Returns:
-        [B, T] float32.
-    """
+    """Compute log p [B, T] float32 of tokens [B, T] int64 by logits [B, T, V], a chunk of positions at a time."""
     flat, wanted = logits.flatten(0, 1), tokens.flatten()[:, None].to(logits.device)
     chunk = max(1, CHUNK_LOGITS.get(logits.device.type, 2**24) // flat.shape[1])
     log_p = torch.empty(len(flat), dtype=torch.float32, device=logits.device)
@@ -207,15 +199,9 @@ class Selection:
 
 
 def select(selection: Selection, ids: Sequence[str], perplexities: np.ndarray | None = None) -> np.ndarray:
-    """Choose the best documents; of equal ones, the earlier in the corpus.
+    """Choose the best documents; of equal ones, the earlier in the corpus. Return which are kept, [documents] bool.
 
-    Args:
-        selection: what is kept.
-        ids: of the documents.
-        perplexities: [documents], needed where the selection goes by them.
-
-    Returns:
-        [documents] bool: which are kept.
+    `perplexities` [documents] are needed where the selection goes by them.
     """
     if selection.keeps_all:
         return np.ones(len(ids), dtype=bool)

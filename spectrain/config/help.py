@@ -56,7 +56,6 @@ def show_options(name: str, arguments: Sequence[str]) -> None:
     classes = {name: inner for name, of in types_of(kind).items() if (inner := group_of(of))}
     classes |= {group: of for group, of in UNTYPED.items() if group in groups}
     own = [row for row in _rows(kind) if row[0].partition("=")[0].isidentifier()]
-    own.sort(key=lambda row: row[0].partition("=")[0] not in kind.__annotations__)  # those of its bases come last
     _show("options, with their defaults", own)
     for group in dict.fromkeys([*groups, *classes, *(["recipe", "engine"] if name == "train" else [])]):
         file = chosen.get(group, groups.get(group, ""))  # None: there is nothing to change
@@ -87,7 +86,9 @@ def _show(title: str, rows: Sequence[Row], columns: int = 28) -> None:
 
 
 def _rows(kind: type, prefix: str = "") -> list[Row]:
-    return [(f"{prefix}{one.name}={one.default}", one.help) for one in described(kind)]
+    """Return the options of a class; those of its bases come last."""
+    ordered = sorted(described(kind), key=lambda one: one.name.partition(".")[0] not in kind.__annotations__)
+    return [(f"{prefix}{one.name}={one.default}", one.help) for one in ordered]
 
 
 def _presets(group: str, default: str | None) -> list[Row]:

@@ -29,12 +29,7 @@ def write_for_engine(
 ) -> str:
     """Return what the export's card says of engines, and log what one of them does not compute as we do.
 
-    Args:
-        folder: of the export.
-        name: the export in command lines.
-        target_name: the target, likewise.
-        target: it drafts for.
-        speculators: whether the folder gets a copy in the format of speculators.
+    See `exporting.write_for_engine`. `speculators`: whether the folder gets a copy in the format of speculators.
     """
     config, tensors = load_json(folder / "config.json"), load_file(folder / WEIGHTS)
     if speculators:

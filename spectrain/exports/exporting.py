@@ -67,9 +67,7 @@ class Export:
 def run_export(experiment: Experiment, which: str) -> Export:
     """The export of a run as it stands, finished or not.
 
-    Args:
-        experiment: of the run.
-        which: "best", the weights that training exports, or "last", those of the newest checkpoint.
+    `which` is "best", the weights that training exports, or "last", those of the newest checkpoint.
 
     Raises:
         UserError: it has no weights yet, they do not fit its config, or its target or its rows are others by now.
@@ -139,14 +137,8 @@ def write_again(
 ) -> None:
     """Fill a folder that will appear as `out` with a drafter as its kind is exported today.
 
-    Args:
-        folder: to be filled.
-        out: its name when it is complete.
-        drafter: an export, or the folder of another project.
-        model: the drafter, as it was read.
-        path: of the target.
-        target: it was trained for.
-        options: see `Export`.
+    `model` is what was read of `drafter`, an export or the folder of another project; `path` is the target's. For
+    `options` see `Export`.
     """
     artifact, module = read_manifest(drafter), module_of(read_manifest(drafter).kind)
     is_ours, ignored = bool(artifact.target_fingerprint), {engine_module(artifact.kind).FOLDER}
@@ -180,7 +172,11 @@ def stored_dtype(drafter: Path) -> torch.dtype:
 
 
 def write_for_engine(kind: str, folder: Path, out: Path, target: TargetModel, options: Mapping) -> str:
-    """Write what another engine needs of a drafter, where one runs its kind, and return what its card says of it."""
+    """Write what another engine needs of a drafter, where one runs its kind, and return what its card says of it.
+
+    The module of a kind is given the folder, how command lines name the export and its target, the target, of which the
+    tables may be all there is, and its own options.
+    """
     if (module := engine_module(kind)) is None:
         return NO_ENGINE
     artifact = read_manifest(folder)
@@ -221,12 +217,9 @@ class LookupExport:
 
 
 def lookup_export(method: dict, datastore: str | None, target: str) -> LookupExport:
-    """A lookup method for the tokenizer of a target.
+    """A lookup method for the tokenizer of a target, a folder or an id.
 
-    Args:
-        method: the content of its yaml.
-        datastore: folder; None: see `find_artifact`.
-        target: folder or id.
+    `method` is the content of its yaml. Without a folder as `datastore`, the largest that fits is taken.
 
     Raises:
         UserError: the method needs more than tokens, an option is out of range, or the datastore does not fit.

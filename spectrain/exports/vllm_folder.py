@@ -46,15 +46,8 @@ def write_for_engine(
 ) -> str:
     """Write what vLLM needs beside a SPIRe drafter, where it can run it, and return what the export's card says of it.
 
-    Args:
-        folder: of the export.
-        name: the export in command lines.
-        target_name: the target, likewise.
-        target: it was trained for, or its tables alone.
-        attention: stock or exact, see `write_vllm_folder`; None: stock.
-
-    Raises:
-        UserError: `attention` was asked for, and vLLM cannot run the drafter.
+    See `exporting.write_for_engine`; for `attention`, `write_vllm_folder`. Raise UserError where that was asked for,
+    and vLLM cannot run the drafter.
     """
     config, artifact = read_object(folder / "config.json", SpireConfig, "export it again"), read_manifest(folder)
     if (why := why_not_vllm(config)) is not None:
@@ -82,15 +75,10 @@ def vllm_use(folder: str, target: str, n_tokens: int, attention: str | None, why
 def write_vllm_folder(
     folder: Path, config: SpireConfig, target: TargetModel, name: str, fingerprint: str, attention: str = "stock"
 ) -> None:
-    """Fill `vllm/` in the folder of an export, which holds the drafter's weights already.
+    """Fill `vllm/` in the folder of an export, which holds the weights of a drafter that vLLM can run.
 
-    Args:
-        folder: of the export.
-        config: of the drafter, which `why_not_vllm` has nothing against.
-        target: it was trained for, or its tables alone.
-        name: the target as messages name it.
-        fingerprint: of the target.
-        attention: `stock`, vLLM's own, or `exact`, as trained where the CPU or FlashAttention runs it.
+    Of the target its tables are enough; `name` is what messages call it. `attention` is `stock`, vLLM's own, or
+    `exact`, as trained where the CPU or FlashAttention runs it.
     """
     out = folder / FOLDER
     out.mkdir()

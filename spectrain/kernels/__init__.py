@@ -14,37 +14,3 @@ from spectrain.kernels.cpu.warping import TEMPERATURE
 from spectrain.kernels.cuda import ACTIVATIONS
 from spectrain.kernels.cuda.available import why_no_kernels
 from spectrain.kernels.cuda.graphs import NODES, ROWS, Graphs, padded, unique
-
-__all__ = [
-    "ACTIVATIONS",
-    "GOING",
-    "LEAST_OUTPUTS",
-    "LENGTH",
-    "MOST_TOKENS",
-    "NODES",
-    "ROOM",
-    "ROWS",
-    "TEMPERATURE",
-    "Graphs",
-    "Program",
-    "Programs",
-    "accept",
-    "draw",
-    "first_by_noise",
-    "fits",
-    "move",
-    "multiplies",
-    "n_compiled",
-    "outruns_torch",
-    "padded",
-    "product",
-    "reads",
-    "reference",
-    "runner",
-    "top_tokens",
-    "unique",
-    "warp",
-    "warp_and_draw",
-    "why_no_kernels",
-    "works",
-]

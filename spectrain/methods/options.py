@@ -90,11 +90,7 @@ def option_types(build: Callable) -> dict[str, object]:
 def check_options(build: Callable, options: Mapping, method: str, where: str = "") -> None:
     """Raise UserError where a method has no such option, or a value is of another type or out of range.
 
-    Args:
-        build: builds the method.
-        options: values by name.
-        method: its name.
-        where: what stands before an option that the user has typed.
+    `where` stands before an option that the user has typed.
     """
     types = option_types(build)
     for name, value in options.items():
@@ -156,11 +152,8 @@ def check_taken(
 ) -> None:
     """Raise UserError where the user gave a folder that none of the methods, nor a baseline, takes.
 
-    Args:
-        given: folders by kind.
-        methods: the yamls of what was asked for, built or not.
-        built: the built methods: only then is it known which kind of drafter a head takes.
-        by_baselines: kinds.
+    `given` are folders by kind, `by_baselines` kinds, and `methods` the yamls of what was asked for. Only of those that
+    are `built` it is known which kind of drafter a head takes.
     """
     taken = {kind for options in methods for kind in artifact_kinds(options).values()} | set(by_baselines)
     taken |= {kind for drafter in built for kind in drafter.method.artifacts}

@@ -338,15 +338,9 @@ def name_of(option: str, value: object) -> str:
 
 
 def open_export(folder: Path, target: TargetModel | None, options: Mapping = MappingProxyType({})) -> Drafter:
-    """Open the method that decodes with an exported folder.
+    """Open the method that decodes with an exported folder; see `load_method`.
 
-    Args:
-        folder: of kind spire, vanilla, head or lookup.
-        target: what is decoded; None: a serving engine's, whose tokenizer was compared with that of a lookup method.
-        options: as of `load_method`.
-
-    Raises:
-        UserError: see `load_method`.
+    `target`: what is decoded; None: a serving engine's, whose tokenizer was compared with that of a lookup method.
     """
     name, own = decoded_by(folder)
     kind = read_manifest(folder).kind

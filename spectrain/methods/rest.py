@@ -39,13 +39,9 @@ def build(
 
 
 class Rest(LookupDrafter):
-    """A tree per step of what followed the last tokens in a datastore.
+    """A tree per step, of max_nodes with the root, of what followed the last tokens in a datastore.
 
-    Args:
-        store: the datastore.
-        options: of the lookup.
-        max_nodes: of a tree, the root included.
-        max_guesses: branches; None: no limit.
+    `max_guesses`: branches; None: no limit.
     """
 
     priors = store_priors()

@@ -53,13 +53,10 @@ class OpenDrafter:
 
 
 def open_drafter(target: TargetModel, kind: str, folder: str, rollout_tokens: int = 10) -> OpenDrafter:
-    """Open a drafter of the target.
+    """Open a drafter of the target, whose kind has a method with `open_states` and `of_states`.
 
-    Args:
-        target: what it drafts for.
-        kind: of the drafter; its method's module has `open_states` and `of_states`.
-        folder: its export; of a vanilla drafter, any Hugging Face folder or id.
-        rollout_tokens: of a SPIRe drafter's rollouts over a whole text; see `SpireStates`.
+    `folder` is its export; of a vanilla drafter, any Hugging Face folder or id. For `rollout_tokens` see
+    `RolloutStates`.
     """
     states: DraftStates = method_of_kind(kind).open_states(target, folder, rollout_tokens)
     return OpenDrafter(DrafterFacts(kind, str(folder), states.fingerprint()), states)

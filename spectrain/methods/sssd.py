@@ -111,13 +111,7 @@ def branch_of(max_nodes: int) -> int:
 
 
 class Sssd(LookupDrafter):
-    """One tree of the likeliest nodes per step.
-
-    Args:
-        store: the datastore; None where it is no source.
-        options: see there.
-        max_nodes: N, the root included.
-    """
+    """One tree of the likeliest nodes per step, N = max_nodes with the root. `store`: None where it is no source."""
 
     def __init__(self, store: Datastore | None, options: SssdOptions, max_nodes: int | str = 64):
         factors = options.calibration or {}

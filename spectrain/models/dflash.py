@@ -148,17 +148,9 @@ def drafted(
 ) -> list[Tensor]:
     """Draft a block from every `every`-th token of whole texts, as decoding does it.
 
-    Args:
-        drafter: the model.
-        tokens: [n, L] int64.
-        captured: [n, L, C, D] of the target on them.
-        every: distance of two roots.
-        first_root: position of the first root.
-        starts: [n, L] int64, where in the row each token's document begins; None: a row is one document.
-
-    Returns:
-        The inputs [n, R, D] of the unembedding for each drafted token, as `eagle3.unrolled` gives them: of step i they
-        predict the tokens at first_root + r * every + i + 1. They mean nothing where `drafted_places` says so.
+    For the arguments see `eagle3.unrolled`. Return the inputs [n, R, D] of the unembedding for each drafted token, as
+    that does: of step i they predict the tokens at first_root + r * every + i + 1. They mean nothing where
+    `drafted_places` says so.
     """
     n_tokens, size, device = tokens.shape[1], drafter.config.block_tokens, tokens.device
     roots, positions = range(first_root, n_tokens, every), torch.arange(n_tokens + size - 1, device=device)

@@ -108,8 +108,7 @@ def write_target(folder: Path, file: Path, called: str, origin: dict, dtype: str
 
     Args:
         folder: its caller renames it.
-        file: the GGUF file.
-        called: how messages name the file.
+        file, called: the GGUF file, and how messages name it.
         origin: the facts `source` and `sha256`, and `name` and `licence` if they are known better than the file says.
         dtype: of the weights, bfloat16 or float32; None: bfloat16, unless the file is not quantized.
 

@@ -181,18 +181,10 @@ def opened(
     reader: Callable[[Published], Read],
     made: type[Opened],
 ) -> Opened:
-    """Open a drafter in float32, which shares the target's tables.
+    """Open a drafter of a kind in float32, which shares the target's tables.
 
-    Args:
-        kind: of the drafter.
-        folder: an export, the folder of another project, or a Hugging Face id of one.
-        target: it drafts for.
-        option: by which it was given.
-        reader: see `read`.
-        made: the class of the drafter.
-
-    Raises:
-        UserError: it does not fit the target, or is damaged.
+    `folder` is an export, the folder of another project, or a Hugging Face id of one, and was given by `option`. Raise
+    UserError where it does not fit the target, or is damaged. For `reader` see `read`.
     """
     given, folder = f"{option}={folder}", fetched(folder, option)
     if (folder / MANIFEST).is_file() or not (folder / "config.json").is_file():
@@ -264,16 +256,9 @@ def blocks_json(architecture: str, shape: LlamaShape, family: str, n_layer: int)
 
 
 def read(reader: Callable[[Published], Read], folder: Path, given: str, target: TargetModel) -> Read:
-    """Return the fields of a config, and the drafter's state, of a folder of ours or of another project.
+    """Return what the `reader` of a kind does, of a folder of ours or of another project, which messages call `given`.
 
-    Args:
-        reader: of a kind.
-        folder: with config.json and weights.
-        given: it, as messages name it.
-        target: it drafts for.
-
-    Raises:
-        UserError: it holds something else, or does not fit the target, or is damaged.
+    Raise UserError where it holds something else, or does not fit the target, or is damaged.
     """
     with damage_of(given, "config.json: "):
         facts = dict(load_json(folder / "config.json"))

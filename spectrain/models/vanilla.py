@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
-from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
 from spectrain.errors import UserError
 from spectrain.models.kinds import Kind
@@ -62,9 +60,3 @@ def new_vanilla(
         num_assistant_tokens_schedule="constant",
     )
     return model
-
-
-def save_pretrained(folder: Path, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> None:
-    """Write an ordinary Hugging Face folder: weights, config and tokenizer."""
-    model.save_pretrained(folder)
-    tokenizer.save_pretrained(folder)

@@ -58,9 +58,7 @@ class StepCost:
 def cost_of(step: Callable[[], Tensor], half: bool) -> StepCost:
     """Count what `step`, which returns a loss, and the backward pass take. All tensors must be on the device `meta`.
 
-    Args:
-        step: computes the loss.
-        half: whether products are in bfloat16, as under `bf16-mixed`.
+    `half`: products are in bfloat16, as under `bf16-mixed`.
     """
     counter, products = _Counter(), _Products(half)
     with counter, products:

@@ -129,10 +129,7 @@ class FeatureStore:
     def read(self, row: int, n_tokens: int | None = None, layers: Sequence[int] | None = None) -> FeatureRow:
         """Read a row with its features: memory-mapped where the store is bfloat16 and all layers are read.
 
-        Args:
-            row: its number in the store.
-            n_tokens: at most so many of its first tokens; None: all.
-            layers: blocks of the target; None: all that are stored.
+        `n_tokens`: at most so many of its first tokens; `layers`: of these blocks of the target. None: all of them.
         """
         stored, captured = self.manifest.layers, None
         if layers is None or len(layers):

@@ -79,14 +79,14 @@ class StoreKind(Generic[M]):
             if not file.is_file():
                 raise UserError(f"{self.option}={folder} lacks {name}; {self._again}")
             if file.stat().st_size != facts["bytes"]:
-                raise self.damaged(file, "it is not what the manifest says")
+                raise self._damaged(file)
 
     def check_contents(self, folder: Path, files: Mapping[str, FileFacts]) -> None:
         """Read the files, a few at a time, and raise UserError where one is another."""
         with ThreadPoolExecutor(HASHING_THREADS) as pool:
             for name, digest in zip(files, pool.map(lambda name: sha256(folder / name), files), strict=True):
                 if digest != files[name]["sha256"]:
-                    raise self.damaged(folder / name, "it is not what the manifest says")
+                    raise self._damaged(folder / name)
 
     def check_target(self, folder: Path, manifest: M, fingerprint: str, name: str) -> None:
         """Raise UserError where a store was made with another target than `name`."""
@@ -104,8 +104,8 @@ class StoreKind(Generic[M]):
                 f"target, or make another store with {self.built_by} target=..."
             )
 
-    def damaged(self, what: object, why: object) -> UserError:
-        return UserError(f"{what} is damaged: {why}; {self._again}")
+    def _damaged(self, file: Path) -> UserError:
+        return UserError(f"{file} is damaged: it is not what the manifest says; {self._again}")
 
     @property
     def _again(self) -> str:

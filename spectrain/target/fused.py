@@ -85,12 +85,7 @@ def forward(
 ) -> tuple[Tensor, list[Tensor]]:
     """Run the nodes of trees behind each row's committed tokens. Returns what `LlamaDecoder.forward` does.
 
-    Args:
-        tokens: [B, N] int64.
-        positions: [B, N] int64.
-        nodes: what they see.
-        cache: whose buffers are there.
-        capture_layers: indices of blocks; -1 stands for the final states.
+    Arguments are those of `LlamaDecoder.forward`, with nodes in place of a mask, and a cache that has its buffers.
     """
     decoder.rope.move(tokens.device)
     slots = nodes.lengths[:, None] + torch.arange(tokens.shape[1], device=tokens.device)

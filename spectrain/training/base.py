@@ -163,16 +163,7 @@ class Parts:
 
 
 class Experiment(ABC):
-    """One kind of training.
-
-    Args:
-        run: its folder with the resolved config.
-        data: where rows come from.
-        open_target: loads the run's target.
-
-    Raises:
-        UserError: an option does not fit the target.
-    """
+    """One kind of training, of a run's resolved config. Raise UserError where an option does not fit the target."""
 
     drafts: bool = False  # whether the model drafts by itself; then its tau is measured
     sources: tuple[str, ...] = ("online",)  # values of `data` that it can be trained with

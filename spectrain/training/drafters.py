@@ -71,10 +71,8 @@ class DrafterTraining(Training):
 
         A kind that drafts a token at several depths returns what its own `drafted` reads.
 
-        Args:
-            batch: the rows.
-            captured: [B, L, C, D] of the target on them; None where the drafter reads none.
-            first_root: the first position of a row at which a draft begins, see `first_root`.
+        `captured` [B, L, C, D] are the target's states on the batch; None where the drafter reads none. For
+        `first_root` see the method of this name.
         """
 
     def drafted(self, states: Tensor, places: Tensor, batch: RowBatch, first_root: int) -> Drafted:

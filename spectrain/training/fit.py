@@ -55,14 +55,9 @@ LOST_RANK = ("Connection closed by peer", "Connection reset by peer")  # as gloo
 def fit(
     run: RunFolder, parts: Parts, max_steps: int, in_sweep: bool = False, peak_tokens_per_s: float | None = None
 ) -> Trainer:
-    """Train, or resume where the run was interrupted, and validate.
+    """Train, or resume where the run was interrupted, and validate. The run, where checkpoints go, is begun here.
 
-    Args:
-        run: where checkpoints and metrics go; begun here.
-        parts: what is trained.
-        max_steps: optimizer steps.
-        in_sweep: whether this is one of several trainings of one command.
-        peak_tokens_per_s: see `TokensPerSecond`.
+    `in_sweep`: this is one of several trainings of one command. For `peak_tokens_per_s` see `TokensPerSecond`.
 
     Raises:
         UserError: the trainer's hardware is missing, there are too few rows, the loss is no number any more, or memory

@@ -12,7 +12,6 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerBase
 
 from spectrain.data.chats import Tally
 from spectrain.data.texts import CORPUS_ADVICE, corpus_documents, train_tokenizer
-from spectrain.models.vanilla import save_pretrained
 from spectrain.stores.folder import write_folder
 from spectrain.target import TargetModel
 from spectrain.target.loading import read_tokenizer
@@ -41,7 +40,8 @@ class TargetExperiment(Experiment):
     def save(self, folder: Path, weights: dict[str, Tensor]) -> None:
         tokenizer = read_tokenizer(self.run.path / "tokenizer")
         model = load_weights(self._new(tokenizer), weights, "model").to(torch.bfloat16)
-        save_pretrained(folder, model=model, tokenizer=tokenizer)
+        model.save_pretrained(folder)
+        tokenizer.save_pretrained(folder)
 
     def _new(self, tokenizer: PreTrainedTokenizerBase) -> LlamaForCausalLM:
         ends = {"bos_token_id": None, "eos_token_id": tokenizer.eos_token_id, "pad_token_id": tokenizer.pad_token_id}
