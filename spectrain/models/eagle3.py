@@ -378,7 +378,12 @@ def _layers(found: Published) -> tuple[int, ...]:
     of_outputs = [layer + 1 for layer in outputs]
     if inputs and outputs and sorted(inputs) != sorted(of_outputs):
         found.guesses.append(f"{LAYERS} are {inputs}, as inputs of blocks, not {outputs} of eagle_config")
-    return found.layers(inputs or of_outputs, default_layers(found.target.n_layer))
+    d, n_columns = found.tensors["fc.weight"].shape
+    layers = found.layers(inputs or of_outputs, default_layers(found.target.n_layer))
+    if n_columns != len(layers) * d and not (inputs or outputs):  # as DeepSpec's, which have five
+        states = f"{n_columns // d} states of the target, but its config.json does not say of which blocks"
+        raise UserError(f"{found.given} reads {states}; write {LAYERS} as its training had them")
+    return layers
 
 
 def _flags(facts: Mapping, tensors: Mapping[str, Tensor], guesses: list[str]) -> dict[str, bool]:

@@ -306,6 +306,11 @@ BAD = {
     "shapes": (theirs(midlayer__mlp__up_proj__weight=torch.ones(7, 32)), {}, r"has weights of other shapes .*gate_up"),
     "more tensors": (tensor("fc.bias"), {}, r"has weights that its config.json does not name \(fc.bias\)"),
     "fewer tensors": (theirs(norm__weight=None), {}, r"lacks weights \(norm.weight\)"),
+    "five states": (
+        theirs(fc__weight=torch.ones(32, 160), eagle_config=None, **{LAYERS: None}),
+        {},
+        f"reads 5 states of the target, but its config.json does not say of which blocks; write {LAYERS}",
+    ),
     "the last output": (theirs(**{LAYERS: [2, 4, 8]}), {}, r"reads the input of block 8 \(the output of block 7\)"),
     "final states": (theirs(eagle_config={"use_aux_hidden_state": False}), {}, "reads no states of layers"),
     "scale": (theirs(logit_scale=0.5), {}, "scales its logits by 0.5"),
