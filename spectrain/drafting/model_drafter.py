@@ -176,14 +176,10 @@ class ModelDrafter(ChainDrafter):
         """Return the drafter as it drafts for a target: where the target is, with weights of `draft_dtype`."""
         if self._of is not None:
             return self._of.for_target(target)
-        if self._cache_key(target) != self._made_for:
+        if _made_of(self.trained, target) != self._made_for:
             self.drafter = self._for_device(target)
-            self._made_for = self._cache_key(target)  # which may have been moved
+            self._made_for = _made_of(self.trained, target)  # which may have been moved
         return self.drafter
-
-    def _cache_key(self, target: TargetModel) -> tuple:
-        """What changes where another drafter must be made for a target."""
-        return target.device, target.dtype, self.trained.norm.weight.data_ptr(), version(self.trained)
 
     @torch.no_grad()
     def _for_device(self, target: TargetModel) -> DrafterModel:
@@ -395,6 +391,11 @@ class ModelDrafter(ChainDrafter):
     def _roots(self, context: Context) -> Tensor:
         """Return the positions [n] of the rows' roots, as the drafter counts them."""
         return context.lengths - (2 if self.drafter.pairs else 1)
+
+
+def _made_of(trained: DrafterModel, target: TargetModel) -> tuple:
+    """What changes where another drafter must be made for a target."""
+    return target.device, target.dtype, trained.norm.weight.data_ptr(), version(trained)
 
 
 def _along(path: Tensor, captured: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
