@@ -69,7 +69,7 @@ from spectrain.stores.locations import bundled_folder
 from spectrain.target import TargetModel, load_target
 from spectrain.target.hidden_states import Features
 from spectrain.target.lean import shape_of
-from spectrain.training import spire
+from spectrain.training import drafters
 from spectrain.training.base import experiment_type, open_experiment
 from spectrain.training.data import RowBatch, SeededLoader
 from spectrain.training.losses import LossSettings, Teacher, drafter_loss
@@ -117,7 +117,7 @@ def main() -> None:
         print(*planned_and_measured(args.memory_of))
         return
     if args.train:
-        spire.FIT_TOKENS = 1  # what comes before the steps is not measured
+        drafters.FIT_TOKENS = 1  # what comes before the steps is not measured
         sys.argv[1:] = args.train
         cli.run("spectrain.train")
         return

@@ -264,7 +264,7 @@ def _quick_commands():
 @pytest.fixture(autouse=True)
 def _small_commands(monkeypatch):
     """Fit a drafter's input on little. Fixtures of a module do not."""
-    monkeypatch.setattr("spectrain.training.spire.FIT_TOKENS", FIT_TOKENS)
+    monkeypatch.setattr("spectrain.training.drafters.FIT_TOKENS", FIT_TOKENS)
 
 
 # The processors that the code tells apart, and what SPECTRAIN_CPU says to take their ways on any machine.

@@ -25,7 +25,7 @@ from safetensors.torch import save_file
 
 from spectrain import cli
 from spectrain.errors import UserError
-from spectrain.training import drafters, spire
+from spectrain.training import drafters
 from spectrain.training import fit as fitting
 from spectrain.training.strategies import whole_state
 from tests.conftest import FIT_TOKENS
@@ -91,10 +91,10 @@ def run(
 ) -> int:
     """One command; its exit code."""
     changed = [(fitting, "callbacks"), (cli, "leave_ranks"), (sys, "argv")]
-    changed += [(spire, "FIT_TOKENS"), (spire, "STORED_DTYPE"), (drafters, "STORED_DTYPE")]
+    changed += [(drafters, "FIT_TOKENS"), (drafters, "STORED_DTYPE")]
     before, callbacks = [getattr(*one) for one in changed], fitting.callbacks
-    spire.FIT_TOKENS = FIT_TOKENS
-    spire.STORED_DTYPE = drafters.STORED_DTYPE = torch.bfloat16 if rounds else torch.float32
+    drafters.FIT_TOKENS = FIT_TOKENS
+    drafters.STORED_DTYPE = torch.bfloat16 if rounds else torch.float32
     fitting.callbacks = lambda cfg, run, peak: [Watch(run.path, interrupt, poison, dies), *callbacks(cfg, run, peak)]
     cli.leave_ranks = lambda: None  # DeepSpeed keeps its groups for the life of a process
     sys.argv = [command, *arguments]

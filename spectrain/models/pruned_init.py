@@ -21,6 +21,7 @@ from transformers import PreTrainedModel
 from spectrain.errors import UserError
 from spectrain.models.drafter_model import DrafterModel
 from spectrain.models.spire import SpireConfig, SpireDrafter
+from spectrain.target.hidden_states import Features
 from spectrain.target.lean import block_state, shape_of
 from spectrain.target.sharded import whole
 from spectrain.target.target import TargetModel
@@ -84,41 +85,53 @@ def draw_weights(module: nn.Module) -> None:
 
 
 class InputFit:
-    """Fits the input of a drafter whose config has another one than `tied`, over batches that are added up."""
+    """Fits the input of a drafter whose config has another one than `tied`, over batches that are added up.
 
-    def __init__(self, drafter: SpireDrafter) -> None:
+    Args:
+        drafter: whose weights `finish` writes.
+        layer: the block of the target that its first block was copied from.
+    """
+
+    def __init__(self, drafter: SpireDrafter, layer: int) -> None:
         self.drafter, self.embedding = drafter, drafter.tables.embedding  # [V, D]
-        width = drafter.config.shape.hidden_size
-        n_inputs = width * (1 + drafter.config.previous_state)
-        sums = {"dtype": torch.float64, "device": self.embedding.device}
-        self.gram, self.cross = torch.zeros(n_inputs, n_inputs, **sums), torch.zeros(n_inputs, width, **sums)
+        self.layers, width = (layer,), drafter.config.shape.hidden_size  # `layers`: whose inputs `add` needs
+        self.sums(width * (1 + drafter.config.previous_state), width)
 
-    def add(self, tokens: Tensor, wanted: Tensor, final_hidden: Tensor, starts: Tensor | None = None) -> None:
-        """Add rows of tokens [B, L] with what the target says of them, [B, L, D] each.
+    def sums(self, n_inputs: int, width: int) -> None:
+        of = {"dtype": torch.float64, "device": self.embedding.device}
+        self.gram, self.cross = torch.zeros(n_inputs, n_inputs, **of), torch.zeros(n_inputs, width, **of)
 
-        Args:
-            tokens: int64.
-            wanted: the inputs of the block that the first draft block was copied from.
-            final_hidden: the final states.
-            starts: [B, L] int64, where the document of each token begins; None: each row is one.
+    def states(self, said: Features) -> Tensor:
+        """Return what is read of the target one position earlier, [B, L, .]."""
+        return said.final_hidden if self.drafter.config.previous_state else said.final_hidden[..., :0]
 
-        The first position of each document is left out: there many targets have activations that are thousands of
-        times as large, and no draft begins there.
+    def of_tokens(self, tokens: Tensor) -> Tensor:
+        return F.embedding(tokens, self.embedding)
+
+    def add(self, tokens: Tensor, said: Features, starts: Tensor | None = None) -> None:
+        """Add rows of tokens [B, L] int64 with the target's features of them, of `layers`.
+
+        `starts` [B, L] int64 say where the document of each token begins; None: each row is one. The first position of
+        each document is left out: there many targets have activations that are thousands of times as large, and no
+        draft begins there.
         """
         starts = torch.zeros_like(tokens) if starts is None else starts
         inside = starts[:, 1:] == starts[:, :-1]
-        states = (tokens[:, 1:], final_hidden[:, :-1], wanted[:, 1:])
-        for part in zip(*(one[inside].split(FIT_TOKENS_AT_ONCE) for one in states), strict=True):
-            inputs = [F.embedding(part[0], self.embedding), *([part[1]] if self.drafter.config.previous_state else [])]
-            inputs = torch.cat([one.double() for one in inputs], dim=-1)  # [n, D or 2 D]
+        rows = (tokens[:, 1:], self.states(said)[:, :-1], said.captured[:, 1:, -1])
+        for ids, states, wanted in zip(*(one[inside].split(FIT_TOKENS_AT_ONCE) for one in rows), strict=True):
+            inputs = torch.cat([self.of_tokens(ids).double(), states.double()], dim=-1)
             self.gram += inputs.T @ inputs
-            self.cross += inputs.T @ part[2].double()
+            self.cross += inputs.T @ wanted.double()
+
+    def found(self) -> Tensor:
+        """Return the weights [D, inputs] that were fitted."""
+        penalty = (RIDGE * self.gram.diagonal()).clamp_min(torch.finfo(torch.float64).eps)  # of inputs that are all 0
+        return torch.linalg.solve(self.gram + penalty.diag(), self.cross).T
 
     @torch.no_grad()
     def finish(self) -> None:
         """Write what was fitted into the drafter."""
-        penalty = (RIDGE * self.gram.diagonal()).clamp_min(torch.finfo(torch.float64).eps)  # of inputs that are all 0
-        found = torch.linalg.solve(self.gram + penalty.diag(), self.cross).T
+        found = self.found()
         if self.drafter.config.previous_state:
             found, of_previous = found.chunk(2, dim=1)
             self.drafter.previous.weight.copy_(of_previous)

@@ -8,6 +8,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
+from spectrain.errors import UserError
 from spectrain.methods.dflash import DFlash
 from spectrain.models.dflash import DFlashConfig, DFlashDrafter, default_layers, drafted
 from spectrain.models.pruned_init import NEW
@@ -37,6 +38,8 @@ class DFlashExperiment(FusingExperiment):
         own, draft_vocab = self.own, None if kept is None else len(kept)
         if own.init not in NEW:
             return replace(self.before.config, draft_vocab=draft_vocab)
+        if own.init == "pruned":
+            raise UserError("init=pruned is nothing for DFlash drafters; give init=random, or a folder")
         options = {name: getattr(own, name) for name in self.of_config}
         if own.mask_token is None:
             of_tokenizer = getattr(self.target.tokenizer, "mask_token_id", None)

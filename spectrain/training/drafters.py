@@ -20,18 +20,20 @@ from spectrain.errors import UserError
 from spectrain.models.artifacts import MANIFEST, WEIGHTS, read_manifest
 from spectrain.models.drafter_model import DrafterModel
 from spectrain.models.kinds import module_of
-from spectrain.models.pruned_init import NEW
+from spectrain.models.pruned_init import FIT_TOKENS, NEW, InputFit
 from spectrain.stores.folder import digest, sha256
 from spectrain.target import TargetModel
 from spectrain.target.fingerprint import module_fingerprint
 from spectrain.target.hidden_states import Features
 from spectrain.target.loading import DTYPES
 from spectrain.target.target import FINAL
+from spectrain.terminal import stage
 from spectrain.training.base import Experiment, Parts, Training
 from spectrain.training.checkpoints import load_weights
 from spectrain.training.data import FeatureRows, RowBatch, Rows
 from spectrain.training.losses import LossParts, LossSettings, Teacher, drafter_loss
 from spectrain.training.optim import OptimizerSettings
+from spectrain.training.served import ServedRows
 from spectrain.training.sums import ValidationSums
 
 log = logging.getLogger(__name__)
@@ -82,6 +84,35 @@ class DrafterTraining(Training):
     def first_root(self) -> int:
         """Return where drafts begin in the rows of this epoch."""
         return 0
+
+    @torch.no_grad()
+    def fit(self, fit: InputFit, rows: Rows) -> None:
+        """Fit the input of a new drafter to the target's on some of the training rows: on every rank the same.
+
+        Raises:
+            UserError: a store lacks states that are read.
+        """
+        reading, n_tokens = self.target.with_capture(fit.layers), 0
+        if isinstance(rows, FeatureRows) and (missing := {*fit.layers} - {*rows.store.manifest.layers}):
+            raise UserError(
+                f"init=pruned reads the input of block {min(missing)}, which {rows.store.folder} does not have; "
+                f"prepare it with layers={[*fit.layers]}, or give init=random"
+            )
+        rows = replace(rows, layers=fit.layers) if isinstance(rows, FeatureRows | ServedRows) else rows
+        with stage("fitting the drafter's input to the target's", FIT_TOKENS) as advance:
+            for place in torch.randperm(len(rows), generator=torch.Generator().manual_seed(0)).tolist():
+                batch = rows[[place]]
+                tokens = batch.tokens.to(self.target.device)
+                starts = None if batch.starts is None else batch.starts.to(tokens.device)
+                said = Features(batch.captured, batch.final_hidden)
+                said = reading.features(tokens, starts) if said.captured is None else said
+                captured, final = (one.to(tokens.device, STORED_DTYPE) for one in (said.captured, said.final_hidden))
+                fit.add(tokens, Features(captured, final), starts)
+                n_tokens += batch.n_tokens
+                advance(batch.n_tokens)
+                if n_tokens >= FIT_TOKENS:
+                    break
+            fit.finish()
 
     def parts(self, batch: RowBatch, first_root: int = 0, is_exact: bool = True) -> LossParts:
         """Loss and acceptance of a batch at its learned positions.

@@ -9,14 +9,22 @@ from torch import Tensor
 
 from spectrain.errors import UserError
 from spectrain.methods.eagle3 import Eagle3
+from spectrain.models.drafter_model import FusingDrafter
 from spectrain.models.eagle3 import Eagle3Config, Eagle3Drafter, default_layers, unrolled
+from spectrain.models.eagle3_init import FusionFit, copy_last_block
 from spectrain.models.pruned_init import NEW
-from spectrain.training.data import RowBatch
+from spectrain.training.data import RowBatch, Rows
 from spectrain.training.fusing import FusingExperiment, FusingTraining
 
 
 class Eagle3Training(FusingTraining):
     """Trains an EAGLE-3 drafter: a token is learned at each depth at which a draft reaches it."""
+
+    fits_input = False  # whether it begins as the target's last block, see `FusionFit`
+
+    def begin(self, rows: Rows) -> None:
+        if self.fits_input:
+            self.fit(FusionFit(self.drafter, self.target.n_layer - 1), rows)
 
     def states(self, batch: RowBatch, captured: Tensor, first_root: int) -> Tensor:
         """Return the inputs of the unembedding [B, R, k, D] of each draft."""
@@ -35,7 +43,15 @@ class Eagle3Experiment(FusingExperiment):
         own = self.own
         if own.roots_every > own.ttt_steps:
             raise UserError(f"roots_every={own.roots_every} is more than ttt_steps={own.ttt_steps}; lower it")
-        return Eagle3Training(*self.of_training(drafter), own.roots_every, own.decay)
+        training = Eagle3Training(*self.of_training(drafter), own.roots_every, own.decay)
+        training.fits_input = own.init == "pruned"
+        return training
+
+    def new(self, rows: Rows) -> FusingDrafter:
+        drafter = super().new(rows)
+        if self.own.init == "pruned":
+            copy_last_block(drafter, self.target.model)
+        return drafter
 
     def shape(self, kept: Tensor | None = None) -> Eagle3Config:
         """The config of the drafter for this target, which can draft the tokens `kept` [K]; None: all."""

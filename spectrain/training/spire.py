@@ -5,24 +5,20 @@ from __future__ import annotations
 from dataclasses import replace
 from pathlib import Path
 
-import torch
 from torch import Tensor
 
 from spectrain.config.training import Train
 from spectrain.errors import UserError
 from spectrain.methods.spire import Spire
-from spectrain.models.pruned_init import FIT_TOKENS, InputFit, last_layers, new_drafter
+from spectrain.models.pruned_init import InputFit, last_layers, new_drafter
 from spectrain.models.rollout import rollout, root_of_epoch
 from spectrain.models.spire import SpireConfig, SpireDrafter, load
 from spectrain.target import TargetModel
-from spectrain.target.hidden_states import Features
 from spectrain.target.lean import shape_of
 from spectrain.target.target import FINAL
-from spectrain.terminal import stage
 from spectrain.training.base import Parts, compile_methods
 from spectrain.training.data import RowBatch, Rows
 from spectrain.training.drafters import (
-    STORED_DTYPE,
     DrafterExperiment,
     DrafterTraining,
     check_alike,
@@ -53,27 +49,10 @@ class SpireTraining(DrafterTraining):
         self.seed, self.shifted_blocks = seed, shifted_blocks
         self.fits_input = fits_input and drafter.config.input != "tied"  # one that was trained before has its input
 
-    @torch.no_grad()
     def begin(self, rows: Rows) -> None:
-        """Fit the drafter's input to the target's on some of the training rows: on every rank the same."""
-        if not self.fits_input:
-            return
-        fit, n_tokens = InputFit(self.drafter), 0
-        reading = self.target.with_capture(last_layers(self.target.model, self.drafter.config.n_layer)[:1])
-        with stage("fitting the drafter's input to the target's", FIT_TOKENS) as advance:
-            for place in torch.randperm(len(rows), generator=torch.Generator().manual_seed(0)).tolist():
-                batch = rows[[place]]
-                tokens = batch.tokens.to(self.target.device)
-                starts = None if batch.starts is None else batch.starts.to(tokens.device)
-                said = Features(batch.captured, batch.final_hidden)
-                said = reading.features(tokens, starts) if said.captured is None else said
-                of_target = (one.to(tokens.device, STORED_DTYPE) for one in (said.captured[:, :, 0], said.final_hidden))
-                fit.add(tokens, *of_target, starts)
-                n_tokens += batch.n_tokens
-                advance(batch.n_tokens)
-                if n_tokens >= FIT_TOKENS:
-                    break
-            fit.finish()
+        if self.fits_input:
+            layers = last_layers(self.target.model, self.drafter.config.n_layer)
+            self.fit(InputFit(self.drafter, layers[0]), rows)
 
     def states(self, batch: RowBatch, captured: Tensor | None, first_root: int) -> Tensor:
         return rollout(self.drafter, batch.tokens, captured, None, first_root, batch.starts)

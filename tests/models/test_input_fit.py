@@ -1,12 +1,20 @@
-"""The fitted input of a SPIRe drafter finds the linear map that made its data."""
+"""The fitted input of a SPIRe or EAGLE-3 drafter finds the linear map that made its data."""
 
 from __future__ import annotations
 
 import pytest
 import torch
+import torch.nn.functional as F
 
-from spectrain.models.pruned_init import InputFit
-from tests.conftest import VOCAB_SIZE
+from spectrain.errors import UserError
+from spectrain.models.drafter_model import plain_shape
+from spectrain.models.eagle3 import Eagle3Config, Eagle3Drafter
+from spectrain.models.eagle3_init import FusionFit, copy_last_block
+from spectrain.models.pruned_init import InputFit, draw_weights
+from spectrain.target import TargetModel
+from spectrain.target.hidden_states import Features
+from spectrain.target.lean import shape_of
+from tests.conftest import VOCAB_SIZE, tiny_model
 from tests.models.test_spire import make
 
 
@@ -15,12 +23,12 @@ def test_a_map_of_the_embedding_is_found_again_without_the_first_positions(kind)
     target, drafter = make(input=kind, unembedding="target")
     embedding = target.model.model.embed_tokens.weight
     wanted = torch.randn(32, 32)
-    fit = InputFit(drafter)
+    fit = InputFit(drafter, 0)
     for _ in range(20):
         tokens = torch.randint(0, VOCAB_SIZE, (2, 30))
         inputs = embedding[tokens] @ wanted.T
         inputs[:, 0] = 1e6
-        fit.add(tokens, inputs, torch.zeros_like(inputs))
+        fit.add(tokens, Features(inputs[:, :, None], torch.zeros_like(inputs)))
     fit.finish()
     found = drafter.embed(torch.arange(VOCAB_SIZE))
     error = (found - embedding @ wanted.T).square().mean() / found.square().mean()
@@ -31,12 +39,48 @@ def test_a_map_of_the_token_and_of_the_state_before_it_are_found_together():
     target, drafter = make(input="projected", unembedding="target", previous_state=True)
     embedding = target.model.model.embed_tokens.weight
     of_token, of_state = torch.randn(32, 32), torch.randn(32, 32)
-    fit = InputFit(drafter)
+    fit = InputFit(drafter, 0)
     for _ in range(20):
         tokens, states = torch.randint(0, VOCAB_SIZE, (2, 30)), torch.randn(2, 30, 32)
         inputs = embedding[tokens] @ of_token.T
         inputs[:, 1:] += states[:, :-1] @ of_state.T
-        fit.add(tokens, inputs, states)
+        fit.add(tokens, Features(inputs[:, :, None], states))
     fit.finish()
     found = drafter.joined(drafter.embed(tokens)[:, 1:], states[:, :-1])
     assert (found - inputs[:, 1:]).square().mean() < 2e-3 * inputs.square().mean()
+
+
+@pytest.mark.parametrize("family", ["llama", "llama_gqa"])
+def test_what_an_eagle3_drafter_reads_is_found_again_by_fc_and_by_heads_that_see_their_own_token(family):
+    target = TargetModel(tiny_model(family, initializer_range=0.1))
+    drafter = Eagle3Drafter(Eagle3Config(shape_of(target.model), (1, 2)), target).apply(draw_weights)
+    copy_last_block(drafter, target.model)
+    shape, block, fit = drafter.config.shape, drafter.blocks[0], FusionFit(drafter, 3)
+    d, e = shape.hidden_size, shape.head_dim
+    assert torch.equal(block.down.weight, target.model.model.layers[-1].mlp.down_proj.weight)
+    of_states, of_token = torch.randn(2 * d, d), torch.randn(d, e) @ torch.randn(e, d)
+    for _ in range(40):
+        tokens, states = torch.randint(0, VOCAB_SIZE, (2, 30)), torch.randn(2, 30, 2, d)
+        normed = F.rms_norm(drafter.embed(tokens), (d,), eps=shape.rms_norm_eps)
+        wanted = normed @ of_token
+        wanted[:, 1:] += states[:, :-1].flatten(2) @ of_states
+        fit.add(tokens, Features(torch.cat([states, wanted[:, :, None]], dim=2), wanted))
+    fit.finish()
+    n = shape.n_head // shape.n_kv_head * e  # columns of the heads that share the first keys
+    with torch.no_grad():
+        queries, own = block.queries_keys_values(
+            drafter.joined(normed, torch.zeros_like(normed)), drafter.rope(torch.arange(30)[None])
+        )
+        scores = queries[:, 0] @ own.keys[:, 0].mT / e**0.5
+        found = F.linear(own.values[:, 0].repeat(1, 1, n // e), block.output.weight[:, :n])
+        found[:, 1:] += drafter.fused(states)[:, :-1]
+    assert (found - wanted)[:, 1:].square().mean() < 5e-3 * wanted.square().mean()
+    assert float(scores.diagonal(dim1=1, dim2=2).mean()) == pytest.approx(FusionFit.SCORE, rel=0.2)
+
+
+@pytest.mark.parametrize("family", ["qwen3", "gemma3"])
+def test_other_blocks_than_a_plain_llamas_are_not_copied(family):
+    target = TargetModel(tiny_model(family))
+    drafter = Eagle3Drafter(Eagle3Config(plain_shape(shape_of(target.model)), (1, 2)), target)
+    with pytest.raises(UserError, match="init=pruned copies blocks of a plain Llama, .* give init=random"):
+        copy_last_block(drafter, target.model)

@@ -65,10 +65,10 @@ def run(arguments: tuple[str, ...], folder: Path, limit_s: float = LIMIT_S) -> O
 def main() -> None:
     """Run a command in this process."""
     from spectrain import cli
-    from spectrain.training import spire
+    from spectrain.training import drafters
 
     sys.stdout.reconfigure(line_buffering=True)
-    spire.FIT_TOKENS = FIT_TOKENS
+    drafters.FIT_TOKENS = FIT_TOKENS
     del sys.argv[0]
     cli.run(sys.argv[0])
 

@@ -20,7 +20,7 @@ from spectrain.models.spire import SpireConfig
 from spectrain.stores.features import FeatureStore, open_features
 from spectrain.target import TargetModel, fingerprint
 from spectrain.target.lean import shape_of
-from spectrain.training import spire as modules
+from spectrain.training import drafters as modules
 from spectrain.training.callbacks import Checkpoints, TokensPerSecond
 from spectrain.training.checkpoints import CheckpointFolder
 from spectrain.training.data import FeatureRows, RowBatch, SeededLoader
