@@ -21,7 +21,9 @@ class Data:
     """Where the rows of a training come from."""
 
     source: str = MISSING
-    row_tokens: Several | None = option(None, "L, of a row; null: 1024, or fewer where the text is little")
+    row_tokens: Several | None = option(
+        None, "L, of a row; null: as the store has, or 1024, or fewer where the text is little"
+    )
     batch_size: Whole | None = option(None, "rows per step, over all ranks together; null: 4, or one for each rank")
     val_rows: Whole = option(32, "held-out rows per validation")
     loss_on: Literal["response", "all"] = option(

@@ -16,6 +16,7 @@ from spectrain.config.training import Train
 from spectrain.models.packages import dtype_of
 from spectrain.planning.peaks import hardware_named, read_peaks
 from spectrain.planning.plan import Machine, Outline, Plan, plan_of
+from spectrain.stores.features import open_features
 from spectrain.training.sources import contexts_of
 from spectrain.training.strategies import planned_ranks, precision_of, ranks_of_torchrun, uses_gpu
 
@@ -42,6 +43,8 @@ def settled(config: Train) -> Train:
     n_ranks = planned_ranks(trainer)
     divides = trainer.accumulate_grad_batches is None
     trainer.accumulate_grad_batches = trainer.accumulate_grad_batches or 1
+    if data.row_tokens is None and data.source == "offline" and data.path:
+        data.row_tokens = open_features(data.path, verify=False).row_tokens
     data.row_tokens = data.row_tokens or ROW_TOKENS
     config.tau.context_tokens = config.tau.context_tokens or contexts_of(data.row_tokens)
     if data.batch_size is None:
