@@ -7,13 +7,14 @@ import torch.nn.functional as F
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from spectrain.errors import UserError
 from spectrain.models.drafter_model import plain_shape
 from spectrain.models.eagle3 import Eagle3Drafter
 from spectrain.models.pruned_init import InputFit
 from spectrain.target.hidden_states import Features
 from spectrain.target.lean import block_state, shape_of
 from spectrain.target.sharded import whole
+
+NEW_SHARE = 0.1  # by which the outputs of random weights are scaled
 
 
 class FusionFit(InputFit):
@@ -63,23 +64,24 @@ class FusionFit(InputFit):
 
 
 def copy_last_block(drafter: Eagle3Drafter, target: PreTrainedModel) -> None:
-    """Copy the target's last block into an EAGLE-3 drafter's: attention over states, and as much MLP as both have.
+    """Copy what an EAGLE-3 drafter's block has in common with the target's last one; what is new adds little at first.
 
-    Raises:
-        UserError: the target's blocks are computed otherwise.
+    That is attention over states where the target's is a plain Llama's, and as much of a plain MLP as both have.
     """
-    block, shape, of_target = drafter.blocks[0], drafter.config.shape, shape_of(target)
-    if plain_shape(of_target) != of_target:
-        raise UserError("init=pruned copies blocks of a plain Llama, which this target's are not; give init=random")
+    block, d, of_target = drafter.blocks[0], drafter.config.shape.hidden_size, shape_of(target)
     state = block_state({name: whole(one) for name, one in target.model.layers[-1].state_dict().items()})
+    is_plain, n = plain_shape(of_target) == of_target, 0
     with torch.no_grad():
-        d, width, n = shape.hidden_size, shape.intermediate_size, of_target.intermediate_size
-        block.qkv.weight[:, d:] = state["qkv.weight"]
-        block.hidden_norm.weight.copy_(state["input_norm.weight"])
-        block.mlp_norm.weight.copy_(state["mlp_norm.weight"])
-        block.output.weight.copy_(state["output.weight"])
-        n = min(n, width)
-        for own, its in zip(block.gate_up.weight.chunk(2), state["gate_up.weight"].chunk(2), strict=True):
-            own[:n] = its[:n]
-        block.down.weight[:, :n] = state["down.weight"][:, :n]
-        block.down.weight[:, n:] *= 0.1  # of what is new, little at first
+        if is_plain:
+            block.qkv.weight[:, d:] = state["qkv.weight"]
+            block.hidden_norm.weight.copy_(state["input_norm.weight"])
+            block.output.weight.copy_(state["output.weight"])
+        else:
+            block.output.weight *= NEW_SHARE
+        if of_target.hidden_act == "silu" and not of_target.mlp_bias:
+            n = min(of_target.intermediate_size, drafter.config.shape.intermediate_size)
+            block.mlp_norm.weight.copy_(state["mlp_norm.weight"])
+            for own, its in zip(block.gate_up.weight.chunk(2), state["gate_up.weight"].chunk(2), strict=True):
+                own[:n] = its[:n]
+            block.down.weight[:, :n] = state["down.weight"][:, :n]
+        block.down.weight[:, n:] *= NEW_SHARE

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 import torch.nn.functional as F
 
-from spectrain.errors import UserError
 from spectrain.models.drafter_model import plain_shape
 from spectrain.models.eagle3 import Eagle3Config, Eagle3Drafter
-from spectrain.models.eagle3_init import FusionFit, copy_last_block
+from spectrain.models.eagle3_init import NEW_SHARE, FusionFit, copy_last_block
 from spectrain.models.pruned_init import InputFit, draw_weights
 from spectrain.target import TargetModel
 from spectrain.target.hidden_states import Features
@@ -78,9 +79,14 @@ def test_what_an_eagle3_drafter_reads_is_found_again_by_fc_and_by_heads_that_see
     assert float(scores.diagonal(dim1=1, dim2=2).mean()) == pytest.approx(FusionFit.SCORE, rel=0.2)
 
 
-@pytest.mark.parametrize("family", ["qwen3", "gemma3"])
-def test_other_blocks_than_a_plain_llamas_are_not_copied(family):
+@pytest.mark.parametrize(("family", "n_copied"), [("qwen3", 48), ("gemma3", 0)])
+def test_of_other_blocks_than_a_plain_llamas_what_is_alike_is_copied(family, n_copied):
     target = TargetModel(tiny_model(family))
-    drafter = Eagle3Drafter(Eagle3Config(plain_shape(shape_of(target.model)), (1, 2)), target)
-    with pytest.raises(UserError, match="init=pruned copies blocks of a plain Llama, .* give init=random"):
-        copy_last_block(drafter, target.model)
+    shape = replace(plain_shape(shape_of(target.model)), intermediate_size=64)
+    drafter = Eagle3Drafter(Eagle3Config(shape, (1, 2)), target).apply(draw_weights)
+    block, mlp = drafter.blocks[0], target.model.model.layers[-1].mlp
+    before = block.output.weight.clone(), block.down.weight.clone()
+    copy_last_block(drafter, target.model)
+    assert torch.equal(block.output.weight, before[0] * NEW_SHARE)
+    assert torch.equal(block.down.weight[:, n_copied:], before[1][:, n_copied:] * NEW_SHARE)
+    assert torch.equal(block.down.weight[:, :n_copied], mlp.down_proj.weight[:, :n_copied])

@@ -12,7 +12,8 @@ from transformers import LlamaForCausalLM
 from spectrain.config.training import Eagle3
 from spectrain.errors import UserError
 from spectrain.models.eagle3 import Eagle3Config, Eagle3Drafter, unrolled
-from spectrain.models.pruned_init import draw_weights
+from spectrain.models.eagle3_init import copy_last_block
+from spectrain.models.pruned_init import copy_ends, draw_weights
 from spectrain.models.rollout import root_of_epoch
 from spectrain.target import TargetModel
 from spectrain.target.lean import shape_of
@@ -118,6 +119,20 @@ def test_the_soft_loss_is_the_formula_and_so_is_its_gradient(target, monkeypatch
     both = (torch.autograd.grad(loss, parameters) for loss in (found, expected))
     for own, plain in zip(*both, strict=True):  # of numbers that almost cancel, the rounding differs by processor
         assert (own - plain).norm() < 1e-3 * plain.norm()
+
+
+def test_a_pruned_start_is_nearer_to_the_target_than_random_weights(target):
+    rows = TokenRows(torch.randint(4, VOCAB_SIZE, (40, 32), dtype=torch.int32), None, None)
+    losses = []
+    for fits_input in (False, True):
+        module = eagle3_training(target, loss="distill", draft_vocab=None, window_tokens=None)
+        copy_ends(module.drafter, target.model)
+        if fits_input:
+            copy_last_block(module.drafter, target.model)
+        module.fits_input = fits_input
+        module.begin(rows)
+        losses.append(float(module.parts(rows[[0, 1]]).loss.detach()))
+    assert losses[1] < losses[0] - 0.1
 
 
 @torch.no_grad()
