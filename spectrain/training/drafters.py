@@ -90,15 +90,20 @@ class DrafterTraining(Training):
         """Fit the input of a new drafter to the target's on some of the training rows: on every rank the same.
 
         Raises:
-            UserError: a store lacks states that are read.
+            UserError: states were stored, or are served, but not all that are read.
         """
-        reading, n_tokens = self.target.with_capture(fit.layers), 0
-        if isinstance(rows, FeatureRows) and (missing := {*fit.layers} - {*rows.store.manifest.layers}):
-            raise UserError(
-                f"init=pruned reads the input of block {min(missing)}, which {rows.store.folder} does not have; "
-                f"prepare it with layers={[*fit.layers]}, or give init=random"
-            )
-        rows = replace(rows, layers=fit.layers) if isinstance(rows, FeatureRows | ServedRows) else rows
+        reading, n_tokens, places = self.target.with_capture(fit.layers), 0, slice(None)
+        if isinstance(rows, FeatureRows | ServedRows):
+            known = rows.layers if isinstance(rows, ServedRows) else rows.store.manifest.layers
+            if missing := {*fit.layers} - {*known}:
+                raise UserError(
+                    f"init=pruned reads the input of block {min(missing)}, which the stored or served states do not "
+                    f"have; prepare a store with layers={[*fit.layers]}, or give init=random"
+                )
+            if isinstance(rows, FeatureRows):
+                rows = replace(rows, layers=fit.layers)
+            else:
+                places = [known.index(layer) for layer in fit.layers]
         with stage("fitting the drafter's input to the target's", FIT_TOKENS) as advance:
             for place in torch.randperm(len(rows), generator=torch.Generator().manual_seed(0)).tolist():
                 batch = rows[[place]]
@@ -107,7 +112,7 @@ class DrafterTraining(Training):
                 said = Features(batch.captured, batch.final_hidden)
                 said = reading.features(tokens, starts) if said.captured is None else said
                 captured, final = (one.to(tokens.device, STORED_DTYPE) for one in (said.captured, said.final_hidden))
-                fit.add(tokens, Features(captured, final), starts)
+                fit.add(tokens, Features(captured[:, :, places], final), starts)
                 n_tokens += batch.n_tokens
                 advance(batch.n_tokens)
                 if n_tokens >= FIT_TOKENS:
