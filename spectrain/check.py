@@ -82,9 +82,8 @@ def trained_as(folder: Path) -> list[str]:
     """Say what an export knows of its acceptance."""
     trained = read_manifest(folder).trained if is_export(folder) else {}
     tau = (trained.get("metrics") or {}).get("eval/tau_expected")
-    return (
-        [f"When trained ({trained['steps']:,} steps), it had tau {tau:.2f} at T = 1 on held-out texts."] if tau else []
-    )
+    ended = f"Its training ({trained.get('steps', 0):,} steps) ended with tau"
+    return [f"{ended} {tau:.2f} at T = 1 on held-out texts."] if tau else []
 
 
 def tell(result: dict) -> None:
