@@ -66,7 +66,7 @@ def main(options: Check) -> None:
 def prompts(options: Check, target: TargetModel) -> tuple[str, ...]:
     """Return what the target is asked: the user's prompts, or those of each kind that come with spectrain."""
     bundled = questions.BUNDLED if target.tokenizer.chat_template is not None else ("code",)
-    return bundled if options.prompts is None else (options.prompts,)
+    return bundled[: options.limit] if options.prompts is None else (options.prompts,)
 
 
 def ask(options: Check, target: TargetModel) -> list[Answer]:
@@ -82,7 +82,8 @@ def trained_as(folder: Path) -> list[str]:
     """Say what an export knows of its acceptance."""
     trained = read_manifest(folder).trained if is_export(folder) else {}
     tau = (trained.get("metrics") or {}).get("eval/tau_expected")
-    return [f"After its training ({trained['steps']:,} steps) tau {tau:.2f} was expected."] if tau else []
+    ended = f"Its training ({trained.get('steps', 0):,} steps) ended with tau"
+    return [f"{ended} {tau:.2f} at T = 1 on held-out texts."] if tau else []
 
 
 def tell(result: dict) -> None:
@@ -101,5 +102,5 @@ def tell(result: dict) -> None:
         print(f"config.json: {key}: {one}")
     for one in [*result["wrong"], *result["notes"]]:
         print(one)
-    if not result["wrong"]:
+    if tried and not result["wrong"]:
         print("Nothing is wrong.")

@@ -94,14 +94,18 @@ def answered(
             if found and time.monotonic() > ends:
                 break
             asked = prompts[start : start + BATCH_SIZE]
-            for prompt, one in zip(asked, generate(target, Autoregressive(), asked, max_new_tokens), strict=True):
+            written = generate(target, Autoregressive(), asked, max_new_tokens, batch_size=BATCH_SIZE)
+            for prompt, one in zip(asked, written, strict=True):
                 text, first = [*prompt, *one.tokens], -(-max(len(prompt) - 1, 2) // k) * k
                 if (n_drafts := (len(text) - first) // k) >= 2:
                     tokens = torch.tensor([text[: first + n_drafts * k]], device=target.device)
                     found += _read(target, tokens, [(first, tokens.shape[1])])
             advance(len(asked))
     if len(found) < 2:
-        raise UserError(f"{len(found)} answers have {2 * k} tokens; give more prompts, or raise max_new_tokens")
+        raise UserError(
+            f"answers of at least {2 * k} tokens: {len(found)}, and an interval takes two; give more prompts, or raise "
+            "max_new_tokens"
+        )
     return found
 
 

@@ -163,13 +163,18 @@ class Readings:
         return gain.value > max(SAME, SURE * (gain.high - gain.low) / 2)
 
     def best(self) -> Reading:
-        """Try all known mistakes, and others on top of the one that explains the most, until none does."""
-        best, better = None, self.first
+        """Try all known mistakes, and others on top of the one that explains the most, until none does.
+
+        What alone makes it significantly worse is not tried on top of others.
+        """
+        best, better, worse = None, self.first, set()
         while best is None or (better is not best and self.is_better(better, best)):
-            best, others = better, [*self.others(better)]
+            best = better
+            others = [one for one in self.others(best) if worse.isdisjoint(one.unlike(best).items())]
             with stage("trying other readings", len(others)) as advance:
                 for one in others:
-                    self.measured(one)
+                    if self.measured(one).gain_over(self.measured(best)).high < -SAME:
+                        worse |= one.unlike(best).items()
                     advance()
                 top, *close = sorted([best, *others], key=lambda one: -self.measured(one).value)[:CLOSE]
                 close = [one for one in close if not self.is_better(top, one)]

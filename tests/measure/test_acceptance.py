@@ -66,5 +66,5 @@ def test_after_its_seconds_no_more_prompts_are_answered(target):
 
 
 def test_answers_without_two_drafts_are_no_measurement(target):
-    with pytest.raises(UserError, match="0 answers have 6 tokens; give more prompts, or raise max_new_tokens"):
+    with pytest.raises(UserError, match="answers of at least 6 tokens: 0, and an interval takes two; give more"):
         answered(target, random_prompts([5, 9]), 3, K, 60.0)
