@@ -23,7 +23,6 @@ KINDS = {  # name in the table -> its folder, and the options of its training
     "SPIRe": ("spire", "+exp=spire", "n_layer=2"),
     "EAGLE-3": ("eagle3", *EAGLE),
     "EAGLE-3, `init=pruned`": ("eagle3_pruned", *EAGLE, "init=pruned"),
-    "EAGLE-3, `init=pruned`, a window of 64": ("eagle3_window", *EAGLE, "init=pruned", "window_tokens=64"),
     "DFlash": ("dflash", "+exp=dflash", "n_layer=2", "block_tokens=8", "target_layers=[2,15,27]", "loss=mixed"),
 }
 SAMPLINGS = {"greedy": "greedy", "T = 0.8": "t08"}
@@ -48,7 +47,11 @@ def main() -> None:
     facts_of = {"date": found["date"], "machine": found["device"], "model": "SmolLM2-135M-Instruct"}
     facts_of |= {"dtype": found["dtype"], "batch": 1, "columns": columns}
     command = f"python scripts/compare_drafters.py {' '.join(a for a in sys.argv[1:] if a[:5] == 'steps')}"
-    facts_of |= {"command": command.strip(), "rows": [[name, *row] for name, row in rows.items()]}
+    facts_of |= {
+        "note": f"Options of bench: {' '.join(BENCH)}.",
+        "command": command.strip(),
+        "rows": [[name, *row] for name, row in rows.items()],
+    }
     RESULT.write_text(json.dumps(facts_of, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
 
 
@@ -88,6 +91,8 @@ def facts(folder: Path) -> list[str]:
 
 
 def cell(found: dict) -> str:
+    if found["no_speedup"]:
+        return found["no_speedup"]
     (low, high), tau = found["speedup_ci95"], found["mean_accepted"]
     return f"{found['speedup']:.2f} [{low:.2f}, {high:.2f}], {tau:.2f}"
 
