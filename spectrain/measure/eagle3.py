@@ -23,6 +23,7 @@ from torch import Tensor
 
 from spectrain.measure.acceptance import Acceptance, Answer, Drafted, acceptance, joined
 from spectrain.measure.statistics import Estimate
+from spectrain.measure.tables import interval
 from spectrain.models.eagle3 import (
     ARCHITECTURE,
     FLAGS,
@@ -149,11 +150,11 @@ class Readings:
         return self._measured[key][1]
 
     def gain(self, one: Reading, other: Reading) -> Estimate:
-        """Estimate how much higher the expected tau of a reading is: with all roots, where few do not tell."""
+        """Estimate how much higher the expected tau of a reading is: with all roots, where few leave it open."""
         of = "own" if one.unlike(other).keys().isdisjoint(("rope", "window")) else "far"
         for every in (self.k, 1):
             gain = self.measured(one, every, of).gain_over(self.measured(other, every, of))
-            if abs(gain.value) > SURE * (gain.high - gain.low) / 2:
+            if abs(gain.value) > SURE * (gain.high - gain.low) / 2 or max(-gain.low, gain.high) < SAME:
                 break
         return gain
 
@@ -162,13 +163,19 @@ class Readings:
         gain = self.gain(one, other)
         return gain.value > max(SAME, SURE * (gain.high - gain.low) / 2)
 
+    def uses_states(self, reading: Reading) -> bool:
+        """Whether a reading accepts more than with the states of other places of the text."""
+        control = self.measured(reading, of="foreign").value
+        return self.measured(reading).value - 1 >= USES_STATES * (control - 1)
+
     def best(self) -> Reading:
         """Try all known mistakes, and others on top of the one that explains the most, until none does.
 
-        What alone makes it significantly worse is not tried on top of others.
+        What alone makes it significantly worse is not tried on top of others, and nothing on top of a reading that is
+        better among noise.
         """
         best, better, worse = None, self.first, set()
-        while best is None or (better is not best and self.is_better(better, best)):
+        while best is None or (better is not best and self.is_better(better, best) and self.uses_states(better)):
             best = better
             others = [one for one in self.others(best) if worse.isdisjoint(one.unlike(best).items())]
             with stage("trying other readings", len(others)) as advance:
@@ -258,12 +265,11 @@ def check(folder: str, target: TargetModel, answers: Sequence[Answer], k: int) -
             d2t = tensors.get_tensor("d2t") if "d2t" in tensors.keys() else d2t  # noqa: SIM118
     found = Readings(drafter, target, d2t, answers, k)
     first, best, wrong = found.first, found.best(), []
-    control = found.measured(best, of="foreign").tau()
-    if found.measured(best).value - 1 < USES_STATES * (control.value - 1):
-        best = first  # what is better among noise
+    if not found.uses_states(best):
+        tau = interval(found.measured(best, of="foreign").tau().as_json(), 2)
         wrong.append(
-            f"It makes nothing of this target's states: with those of other places of the text tau is {control}. It "
-            "was trained for another target, or in a way that is not known here."
+            f"It makes nothing of this target's states: with those of other places of the text tau is {tau}. It was "
+            "trained for another target, or in a way that is not known here."
         )
     elif best.unlike(first):
         wrong.append(f"It was trained with {_words(best, first)}: {_gain(found, best, first)}.")
