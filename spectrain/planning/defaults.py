@@ -13,6 +13,7 @@ import torch
 
 from spectrain.config.groups import Hardware
 from spectrain.config.training import Train
+from spectrain.models.kinds import about
 from spectrain.models.packages import dtype_of
 from spectrain.planning.peaks import hardware_named, read_peaks
 from spectrain.planning.plan import Machine, Outline, Plan, plan_of
@@ -43,7 +44,7 @@ def settled(config: Train) -> Train:
     n_ranks = planned_ranks(trainer)
     divides = trainer.accumulate_grad_batches is None
     trainer.accumulate_grad_batches = trainer.accumulate_grad_batches or 1
-    if data.row_tokens is None and data.source == "offline" and data.path:
+    if data.row_tokens is None and data.source == "offline" and data.path and about(config.kind).option == "drafter":
         data.row_tokens = open_features(data.path, verify=False).row_tokens
     data.row_tokens = data.row_tokens or ROW_TOKENS
     config.tau.context_tokens = config.tau.context_tokens or contexts_of(data.row_tokens)
