@@ -48,7 +48,7 @@ CLASSES = {
 }
 KEYS = ("architectures", LAYERS, "eagle_config", *FLAGS, *ROPE, "draft_vocab_size", "tie_word_embeddings")
 USES_STATES = 1.3  # times what it drafts without knowing the states: so much a drafter gains by them at the least
-SAME = 0.01  # of tau: readings that differ by less are alike to a user
+SAME = 0.02  # of tau: readings that differ by less are alike to a user
 SURE = 1.6  # times its 95 % interval that a gain must exceed, because the best of some thirty is looked at
 CLOSE = 6  # readings whose order is looked at more closely
 PAIRINGS = {
