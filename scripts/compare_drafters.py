@@ -11,10 +11,14 @@ table of docs/benchmarks.md.
 
 from __future__ import annotations
 
-import json
-import subprocess
 import sys
 from pathlib import Path
+
+from ablations import run
+from safetensors import safe_open
+
+from spectrain.stores.environment import cpu_name, date_now
+from spectrain.stores.files import load_json, write_json
 
 WORK = Path("runs/drafters")
 RESULT = Path(__file__).resolve().parents[1] / "docs" / "results" / "drafters.json"
@@ -44,15 +48,20 @@ def main() -> None:
             columns.append(f"{Path(prompts).stem}, {title}")
             for name, path in folders.items():
                 rows[name].append(cell(found["methods"][str(path)]))
-    facts_of = {"date": found["date"], "machine": found["device"], "model": "SmolLM2-135M-Instruct"}
-    facts_of |= {"dtype": found["dtype"], "batch": 1, "columns": columns}
-    command = f"python scripts/compare_drafters.py {' '.join(a for a in sys.argv[1:] if a[:5] == 'steps')}"
-    facts_of |= {
-        "note": f"Options of bench: {' '.join(BENCH)}.",
-        "command": command.strip(),
-        "rows": [[name, *row] for name, row in rows.items()],
+    names = {"activations": "<store>", "prompts": ",".join(Path(one).name for one in given["prompts"].split(","))}
+    typed = " ".join(f"{key}={value}" for key, value in (given | names).items())
+    result = {
+        "date": date_now(),
+        "machine": cpu_name(),
+        "model": Path(target).name,
+        "dtype": found["dtype"],
+        "batch": 1,
     }
-    RESULT.write_text(json.dumps(facts_of, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
+    result |= {
+        "command": f"python scripts/compare_drafters.py {typed}",
+        "note": f"Options of bench: {' '.join(BENCH)}.",
+    }
+    write_json(RESULT, result | {"columns": columns, "rows": [[name, *row] for name, row in rows.items()]})
 
 
 def train(target: str, activations: str, steps: str, name: str, *options: str) -> Path:
@@ -60,9 +69,9 @@ def train(target: str, activations: str, steps: str, name: str, *options: str) -
     out = WORK / name
     if not (out / "spectrain.json").is_file():
         data = f"data.path={activations}", "data=offline", "data.batch_size=4", "data.val_rows=48"
-        run = f"run_dir={WORK / 'runs' / name}", f"out={out}", f"max_steps={steps}", "draft_vocab=8192"
-        run += f"trainer.val_check_interval={steps}", "select.every=0", "tau.contexts=4", "tau.context_tokens=[96]"
-        command("spectrain.train", f"target={target}", *data, *run, *options)
+        paths = f"run_dir={WORK / 'runs' / name}", f"out={out}", f"max_steps={steps}", "draft_vocab=8192"
+        paths += f"trainer.val_check_interval={steps}", "select.every=0", "tau.contexts=4", "tau.context_tokens=[96]"
+        run("train", f"target={target}", *data, *paths, *options)
     return out
 
 
@@ -70,20 +79,13 @@ def bench(target: str, folders: dict, prompts: str, sampling: str) -> dict:
     out = WORK / f"bench-{Path(prompts).stem}-{sampling}"
     if not (out / "results.json").is_file():
         asked = f"methods=[{','.join(map(str, folders.values()))}]", f"prompts={prompts}", f"sampling={sampling}"
-        command("spectrain.bench", f"target={target}", *asked, *BENCH, f"out={out}")
-    return json.loads((out / "results.json").read_text(encoding="utf-8"))
-
-
-def command(module: str, *options: str) -> None:
-    print("+", module, *options, flush=True)
-    subprocess.run([sys.executable, "-m", module, *options], check=True)
+        run("bench", f"target={target}", *asked, *BENCH, f"out={out}")
+    return load_json(out / "results.json")
 
 
 def facts(folder: Path) -> list[str]:
     """Return the trained parameters without the unembedding, and the tau that held-out rows let expect."""
-    from safetensors import safe_open
-
-    trained = json.loads((Path(folder) / "spectrain.json").read_text(encoding="utf-8"))["trained"]
+    trained = load_json(Path(folder) / "spectrain.json")["trained"]
     with safe_open(Path(folder) / "model.safetensors", "pt") as tensors:
         names = [name for name in tensors.keys() if name not in ("lm_head.weight", "d2t", "t2d", "kept")]  # noqa: SIM118
         n_parameters = sum(tensors.get_tensor(name).numel() for name in names)

@@ -11,7 +11,7 @@ from spectrain.target.kv_cache import KVCache, States
 
 LEAST_TOKENS = 32  # of a beginning that is worth copying
 MOST_TEXTS = 128  # that are kept; each is compared with each prompt
-TARGET = None  # whose states are the target's; those of a drafter are told by `KVCache.beside`
+TARGET = None  # the mark of the target's states; those of a drafter have its mark in `KVCache.beside`
 Known = dict[Hashable, States]  # the states of a text, of the target and of the drafters that have followed it
 
 

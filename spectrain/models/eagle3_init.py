@@ -31,9 +31,8 @@ class FusionFit(InputFit):
     SCORE = 12.0  # of a token's own key, of which softmax makes nearly 1
 
     def __init__(self, drafter: Eagle3Drafter, layer: int) -> None:
-        self.drafter, self.embedding = drafter, drafter.tables.embedding
-        self.layers, width = (*drafter.config.target_layers, layer), drafter.config.shape.hidden_size
-        self.sums(width * len(self.layers), width)  # the token's embedding stands in the place of the last block
+        super().__init__(drafter, layer)
+        self.layers = (*drafter.config.target_layers, layer)
 
     def states(self, said: Features) -> Tensor:
         return said.captured[:, :, :-1].flatten(2)
@@ -53,7 +52,8 @@ class FusionFit(InputFit):
         u, s, v = torch.linalg.svd(of_token @ root, full_matrices=False)
         into, out = torch.linalg.lstsq(root.T, v[:e].T).solution.T, u[:, :e] * s[:e]  # B ~ out @ into
         scale = (out.norm() / into.norm()).sqrt()
-        alike = torch.linalg.qr(torch.randn(d, e, dtype=root.dtype, device=root.device))[0].T
+        drawn = torch.randn(d, e, dtype=root.dtype, generator=torch.Generator().manual_seed(0))  # alike on all ranks
+        alike = torch.linalg.qr(drawn.to(root.device))[0].T
         alike *= (self.SCORE * e**0.5 / e) ** 0.5
         qkv = block.qkv.weight
         first_key, first_value = shape.n_head * e, (shape.n_head + shape.n_kv_head) * e

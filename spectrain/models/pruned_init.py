@@ -94,12 +94,8 @@ class InputFit:
 
     def __init__(self, drafter: SpireDrafter, layer: int) -> None:
         self.drafter, self.embedding = drafter, drafter.tables.embedding  # [V, D]
-        self.layers, width = (layer,), drafter.config.shape.hidden_size  # `layers`: whose inputs `add` needs
-        self.sums(width * (1 + drafter.config.previous_state), width)
-
-    def sums(self, n_inputs: int, width: int) -> None:
-        of = {"dtype": torch.float64, "device": self.embedding.device}
-        self.gram, self.cross = torch.zeros(n_inputs, n_inputs, **of), torch.zeros(n_inputs, width, **of)
+        self.layers = (layer,)  # whose inputs `add` needs, this one last
+        self.gram = self.cross = 0.0  # float64 [inputs, inputs] and [inputs, D], once something has been added
 
     def states(self, said: Features) -> Tensor:
         """Return what is read of the target one position earlier, [B, L, .]."""
@@ -120,8 +116,8 @@ class InputFit:
         rows = (tokens[:, 1:], self.states(said)[:, :-1], said.captured[:, 1:, -1])
         for ids, states, wanted in zip(*(one[inside].split(FIT_TOKENS_AT_ONCE) for one in rows), strict=True):
             inputs = torch.cat([self.of_tokens(ids).double(), states.double()], dim=-1)
-            self.gram += inputs.T @ inputs
-            self.cross += inputs.T @ wanted.double()
+            self.gram = self.gram + inputs.T @ inputs
+            self.cross = self.cross + inputs.T @ wanted.double()
 
     def found(self) -> Tensor:
         """Return the weights [D, inputs] that were fitted."""

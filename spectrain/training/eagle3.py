@@ -18,9 +18,16 @@ from spectrain.training.fusing import FusingExperiment, FusingTraining
 
 
 class Eagle3Training(FusingTraining):
-    """Trains an EAGLE-3 drafter: a token is learned at each depth at which a draft reaches it."""
+    """Trains an EAGLE-3 drafter: a token is learned at each depth at which a draft reaches it.
 
-    fits_input = False  # whether it begins as the target's last block, see `FusionFit`
+    Args:
+        options: of `FusingTraining`.
+        fits_input: whether what the drafter reads is fitted first, see `FusionFit`.
+    """
+
+    def __init__(self, *options: object, fits_input: bool = False) -> None:
+        super().__init__(*options)
+        self.fits_input = fits_input
 
     def begin(self, rows: Rows) -> None:
         if self.fits_input:
@@ -43,9 +50,8 @@ class Eagle3Experiment(FusingExperiment):
         own = self.own
         if own.roots_every > own.ttt_steps:
             raise UserError(f"roots_every={own.roots_every} is more than ttt_steps={own.ttt_steps}; lower it")
-        training = Eagle3Training(*self.of_training(drafter), own.roots_every, own.decay)
-        training.fits_input = own.init == "pruned"
-        return training
+        options = *self.of_training(drafter), own.roots_every, own.decay
+        return Eagle3Training(*options, fits_input=own.init == "pruned")
 
     def new(self, rows: Rows) -> FusingDrafter:
         drafter = super().new(rows)
