@@ -3,35 +3,47 @@
     python scripts/compare_drafters.py target=smollm2 activations=<store> prompts=gsm8k.jsonl,humaneval.jsonl steps=600
 
 `activations` is a store of `data_prep.activations layers=[2,15,27,28,29]` (for a target of 30 blocks). SPIRe has two
-blocks, EAGLE-3 one with an MLP twice as wide, DFlash two; all draft the 8,192 most frequent tokens, and each token is
-learned at one depth per epoch. Further arguments are options of each training. They lie in runs/drafters/; those that
-are finished are not repeated. The result is docs/results/drafters.json, which docs/results/tables.py turns into the
-table of docs/benchmarks.md.
+blocks, EAGLE-3 one with an MLP twice as wide, DFlash two, the vanilla drafter nine of half the width; all but the last
+draft the 8,192 most frequent tokens, and each token is learned at one depth per epoch. Trees of SPIRe and EAGLE-3 with
+what SSSD finds stand beside them. `long` is a file of long texts: pieces of its articles of several lengths, with a
+question, give the table by the length of the context. Further arguments are options of each training. They lie in
+runs/drafters/; those that are finished are not repeated. The results are docs/results/drafters.json and
+drafters_contexts.json, which docs/results/tables.py turns into tables of docs/benchmarks.md.
 """
 
 from __future__ import annotations
 
+import json
 import sys
 from pathlib import Path
 
 from ablations import run
 from safetensors import safe_open
+from transformers import AutoTokenizer
 
 from spectrain.stores.environment import cpu_name, date_now
 from spectrain.stores.files import load_json, write_json
 
 WORK = Path("runs/drafters")
-RESULT = Path(__file__).resolve().parents[1] / "docs" / "results" / "drafters.json"
-EAGLE = "+exp=eagle3", "intermediate_size=3072", "loss=mixed", "roots_every=4"
+RESULTS = Path(__file__).resolve().parents[1] / "docs" / "results"
+EAGLE = "+exp=eagle3", "intermediate_size=3072", "loss=mixed", "roots_every=4", "draft_vocab=8192"
 KINDS = {  # name in the table -> its folder, and the options of its training
-    "SPIRe": ("spire", "+exp=spire", "n_layer=2"),
+    "SPIRe": ("spire", "+exp=spire", "n_layer=2", "draft_vocab=8192"),
     "EAGLE-3": ("eagle3", *EAGLE),
     "EAGLE-3, `init=pruned`": ("eagle3_pruned", *EAGLE, "init=pruned"),
-    "DFlash": ("dflash", "+exp=dflash", "n_layer=2", "block_tokens=8", "target_layers=[2,15,27]", "loss=mixed"),
+    "EAGLE-3, `init=pruned`, window 64": ("eagle3_window", *EAGLE, "init=pruned", "window_tokens=64"),
+    "DFlash": (
+        *("dflash", "+exp=dflash", "n_layer=2", "block_tokens=8", "target_layers=[2,15,27]", "loss=mixed"),
+        "draft_vocab=8192",
+    ),
+    "vanilla": ("vanilla", "+exp=vanilla", "n_layer=9"),
 }
+TREES = {"SPIRe with SSSD": ("spire_sssd", "SPIRe"), "EAGLE-3 with SSSD": ("eagle3_sssd", "EAGLE-3, `init=pruned`")}
 SAMPLINGS = {"greedy": "greedy", "T = 0.8": "t08"}
-OWN = ("target", "activations", "prompts", "steps", "beside")
+OWN = ("target", "activations", "prompts", "long", "steps", "beside", "only")
 BENCH = "limit=8", "max_new_tokens=64"
+LENGTHS = (256, 1024, 4096, 7900)  # tokens of long contexts
+EACH = 3  # long contexts of each length
 
 
 def main() -> None:
@@ -42,26 +54,33 @@ def main() -> None:
     if shipped := given.get("beside"):
         folders["SPIRe as shipped"] = shipped
     columns, rows = ["", "parameters", "expected tau"], {name: facts(path) for name, path in folders.items()}
+    rows |= {name: ["", ""] for name in TREES}
     for prompts in given["prompts"].split(","):
         for title, sampling in SAMPLINGS.items():
-            found = bench(target, folders, prompts, sampling)
+            found = bench(target, folders, prompts, *BENCH, f"sampling={sampling}")
             columns.append(f"{Path(prompts).stem}, {title}")
-            for name, path in folders.items():
-                rows[name].append(cell(found["methods"][str(path)]))
-    names = {"activations": "<store>", "prompts": ",".join(Path(one).name for one in given["prompts"].split(","))}
-    typed = " ".join(f"{key}={value}" for key, value in (given | names).items())
-    result = {
-        "date": date_now(),
-        "machine": cpu_name(),
-        "model": Path(target).name,
-        "dtype": found["dtype"],
-        "batch": 1,
-    }
-    result |= {
-        "command": f"python scripts/compare_drafters.py {typed}",
-        "note": f"Options of bench: {' '.join(BENCH)}.",
-    }
-    write_json(RESULT, result | {"columns": columns, "rows": [[name, *row] for name, row in rows.items()]})
+            for name, methods in found["methods"].items():
+                rows[name].append(cell(methods))
+    save("drafters", given, found, f"Options of bench: {' '.join(BENCH)}.", columns, rows)
+    if long := given.get("long"):
+        by_length, columns = {name: [] for name in rows}, ["tokens of the context", *map(str, LENGTHS)]
+        for length in LENGTHS:
+            found = bench(target, folders, str(pieces(target, long, length)), "max_new_tokens=64")
+            for name, methods in found["methods"].items():
+                by_length[name].append(cell(methods))
+        save("drafters_contexts", given, found, f"{EACH} contexts of each length, 64 new tokens.", columns, by_length)
+
+
+def save(name: str, given: dict, found: dict, note: str, columns: list[str], rows: dict[str, list[str]]) -> None:
+    named = {key: Path(given[key]).name for key in ("long",) if key in given}
+    named |= {"activations": "<store>", "prompts": ",".join(Path(one).name for one in given["prompts"].split(","))}
+    typed = " ".join(f"{key}={value}" for key, value in (given | named).items())
+    where = {"date": date_now(), "machine": cpu_name(), "model": Path(given.get("target", "smollm2")).name}
+    how = {"command": f"python scripts/compare_drafters.py {typed}", "note": note}
+    result = where | {"dtype": found["dtype"], "batch": 1} | how
+    write_json(
+        RESULTS / f"{name}.json", result | {"columns": columns, "rows": [[key, *row] for key, row in rows.items()]}
+    )
 
 
 def train(target: str, activations: str, steps: str, name: str, *options: str) -> Path:
@@ -69,18 +88,43 @@ def train(target: str, activations: str, steps: str, name: str, *options: str) -
     out = WORK / name
     if not (out / "spectrain.json").is_file():
         data = f"data.path={activations}", "data=offline", "data.batch_size=4", "data.val_rows=48"
-        paths = f"run_dir={WORK / 'runs' / name}", f"out={out}", f"max_steps={steps}", "draft_vocab=8192"
+        paths = f"run_dir={WORK / 'runs' / name}", f"out={out}", f"max_steps={steps}"
         paths += f"trainer.val_check_interval={steps}", "select.every=0", "tau.contexts=4", "tau.context_tokens=[96]"
         run("train", f"target={target}", *data, *paths, *options)
     return out
 
 
-def bench(target: str, folders: dict, prompts: str, sampling: str) -> dict:
-    out = WORK / f"bench-{Path(prompts).stem}-{sampling}"
+def bench(target: str, folders: dict, prompts: str, *options: str) -> dict:
+    """Return the results of all drafters by their names in the table, and of trees with lookups."""
+    out = WORK / "-".join(
+        ["bench", Path(prompts).stem, *(one.rpartition("=")[2] for one in options if "sampling" in one)]
+    )
+    names = {str(path): name for name, path in folders.items()} | {method: name for name, (method, _) in TREES.items()}
     if not (out / "results.json").is_file():
-        asked = f"methods=[{','.join(map(str, folders.values()))}]", f"prompts={prompts}", f"sampling={sampling}"
-        run("bench", f"target={target}", *asked, *BENCH, f"out={out}")
-    return load_json(out / "results.json")
+        trees = (f"+variants.{method}_of={{method:{method},drafter:{folders[of]}}}" for method, of in TREES.values())
+        methods = f"methods=[{','.join(name + '_of' * (name not in map(str, folders.values())) for name in names)}]"
+        run("bench", f"target={target}", methods, *trees, f"prompts={prompts}", *options, f"out={out}")
+    found = load_json(out / "results.json")
+    methods = {names[key.removesuffix("_of")]: one for key, one in found["methods"].items() if key != "autoregressive"}
+    return found | {"methods": methods}
+
+
+def pieces(target: str, long: str, length: int) -> Path:
+    """Write questions about texts of so many tokens, template included, and return their file."""
+    file, tokenizer = WORK / f"contexts-{length}.jsonl", AutoTokenizer.from_pretrained(target)
+    texts = [json.loads(line)["turns"][0] for line in Path(long).read_text().splitlines()]
+    ids, asked = tokenizer("\n\n".join(texts))["input_ids"], "Summarize this text.\n\n"
+    room = length - 48  # for the template and what is asked
+    questions = [
+        {
+            "question_id": n,
+            "category": str(length),
+            "turns": [asked + tokenizer.decode(ids[n * 9000 : n * 9000 + room])],
+        }
+        for n in range(EACH)
+    ]
+    file.write_text("".join(json.dumps(one) + "\n" for one in questions))
+    return file
 
 
 def facts(folder: Path) -> list[str]:
