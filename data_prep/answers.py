@@ -14,8 +14,11 @@ from __future__ import annotations
 
 import dataclasses
 import logging
+import math
+import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -72,6 +75,10 @@ class Answer:
     retokenized: bool = False  # the server gave text only
 
 
+class TimeIsUpError(Exception):
+    """The time for answers is over; those that are not finished are lost."""
+
+
 @dataclass(frozen=True)
 class Answers:
     """Where a rank puts its answers: files that it appends to, row by row."""
@@ -79,13 +86,16 @@ class Answers:
     build: Build
     advance: Advance  # called with the prompts that are finished and the tokens that were drawn
     replies: dict[str, list[int]]  # to all prompts so far, by their ids
+    is_time_up: Callable[[], bool]
 
     def add(self, prompt: Prompt, answer: Answer) -> None:
-        """Keep an answer; once this returns, a kill does not lose it."""
+        """Keep an answer; once this returns, a kill does not lose it. Raise TimeIsUpError where it was the last one."""
         row = {"id": prompt.id, "category": prompt.category, "number": prompt.number, "prompt": list(prompt.tokens)}
         answered = {"finish_reason": answer.finish_reason, "retokenized": answer.retokenized}
         self._append("rows", row | {"response": answer.tokens} | answered)
         self.replies[prompt.id] = answer.tokens
+        if self.is_time_up():
+            raise TimeIsUpError
 
     def fail(self, prompt: Prompt, reason: str) -> None:
         """Note why a prompt has no answer."""
@@ -129,6 +139,7 @@ class PromptParts(Parts):
     answer: Callable[[Sequence[Prompt], Answers], None]  # in the loop, or by a server
     allow_failed: bool  # whether the store is finished without the prompts that failed
     finish_early: bool  # whether to answer no more prompts, and to store those that are answered already
+    within_s: float | None = None  # after which the store is finished with those that are answered
 
     stage, made_before = "answer", "prompts are answered"
 
@@ -165,7 +176,13 @@ class PromptParts(Parts):
 
     def make(self, build: Build, parts: Sequence[int], advance: Advance) -> None:
         """Have all turns of these questions answered; those that the target cannot read have failed."""
-        answers = Answers(build, advance, {row["id"]: row["response"] for row in answered_rows(build.work)})
+        replies = {row["id"]: row["response"] for row in answered_rows(build.work)}
+        ends_s = time.monotonic() + (self.within_s or math.inf)
+        answers = Answers(build, advance, replies, lambda: self.target.agreed(time.monotonic() > ends_s))
+        with suppress(TimeIsUpError):
+            self._make(parts, answers, advance)
+
+    def _make(self, parts: Sequence[int], answers: Answers, advance: Advance) -> None:
         for turn in range(max((len(self.questions[number].turns) for number in parts), default=0)):
             readable = []
             for number in parts:
@@ -208,7 +225,10 @@ class PromptParts(Parts):
         reasons = {row["id"]: row["reason"] for file in build.work.glob("failed-*") for row in read_lines(file)}
         done = {row["id"] for row in rows}
         asked = [name for question in self.questions for name in prompt_ids_of(question)]
-        ids = [name for name in asked if name in done] if self.finish_early else asked
+        ends_early = self.finish_early or self.within_s is not None
+        ids = [name for name in asked if name in done or name in reasons] if ends_early else asked
+        if not ids:
+            raise UserError("no prompt was answered in time; give more minutes=")
         failed = [{"id": name, "reason": reasons[name]} for name in ids if name not in done]
         if failed and not (self.allow_failed and rows):
             shown = {escape(entry["id"]): escape(entry["reason"]) for entry in failed[:SHOWN_FAILURES]}

@@ -45,13 +45,14 @@ NOT_HASHED = (
     "fresh",
     "allow_failed",
     "finish_early",
+    "minutes",
     "batch_size",
     "base_url",
     "concurrency",
     "retries",
     "timeout_s",
 )
-OF_LOOP = ("drafter", "head", "datastore")  # options that a server has no use for
+OF_LOOP = ("drafter", "head", "datastore", "minutes")  # options that a server has no use for
 OF_SERVER = ("base_url", "model")
 
 
@@ -124,7 +125,15 @@ def prompt_parts(options: Responses, build: Build, questions: list[Question], an
         if not questions:
             raise UserError(f"decontaminate={options.decontaminate} leaves no prompt; give other prompts")
     return PromptParts(
-        manifest, questions, target, options.chat, answering, source, options.allow_failed, options.finish_early
+        manifest,
+        questions,
+        target,
+        options.chat,
+        answering,
+        source,
+        options.allow_failed,
+        options.finish_early,
+        options.minutes and 60 * options.minutes,
     )
 
 

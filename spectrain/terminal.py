@@ -33,6 +33,7 @@ from spectrain.config import Target
 
 log = logging.getLogger(__name__)
 
+IS_STAGE = "SPECTRAIN_STAGE"  # set: this process is a stage of `spectrain speedup`, which says what comes next
 LOG_AFTER_S, LOG_EVERY_S = 2.0, 15.0
 FRAMES_PER_S = 2  # drawing takes a millisecond, in which no Python of the stage runs
 PROMPTS = {False: "def read_config(path):", True: "Explain what a draft model is."}  # whether it is a chat model
@@ -122,8 +123,10 @@ def result_console(columns: int = 100, **options: object) -> Console:
 def say_next(command: str, options: Mapping[str, object]) -> None:
     """Print the line to type next, with values in quotes where a shell needs them.
 
-    Options that are None are left out, and so is the bundled target.
+    Options that are None are left out, and so is the bundled target. A stage of another command prints nothing.
     """
+    if os.environ.get(IS_STAGE):
+        return
     given = {name: one for name, one in options.items() if one is not None and (name, one) != ("target", Target().path)}
     words = [f"{name}={shlex.quote(str(value))}" for name, value in given.items()]
     line = " ".join(["next: spectrain", command, *words])

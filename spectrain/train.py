@@ -21,6 +21,7 @@ if __name__ == "__main__":  # first, so that --help and a wrong option are answe
     run("spectrain.train")
 
 import logging
+import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial
@@ -33,6 +34,7 @@ from torch import Tensor
 
 from spectrain.cli import in_multirun, open_target
 from spectrain.config.training import EXPERIMENTS, SUGGESTED, Train
+from spectrain.data.texts import OF_RESPONSES
 from spectrain.decoding import Drafter
 from spectrain.decoding.text import chat_template
 from spectrain.errors import FinishedRun, UserError
@@ -57,6 +59,11 @@ from spectrain.training.sources import check_row_tokens
 
 log = logging.getLogger(__name__)
 
+MEASURING_SHARE, MOST_MEASURING_S = 0.2, 300.0  # of hours=, for the measurement of tau and speed, at the most
+TAU_SHARE = 0.5  # of that, for tau
+FEW_TOKENS = 1_000_000  # that a drafter learned from, which more of them would still improve much
+GAP = 0.9  # of the expected tau, that a measured one reaches at least where nothing is wrong
+
 
 def main(options: Train) -> None:
     if not options.experiment:
@@ -65,14 +72,14 @@ def main(options: Train) -> None:
         if rank_zero_only.rank == 0:
             show_plan(settled(options))
         return
-    asked = run_of_agent()
+    started_s, asked = time.monotonic(), run_of_agent()
     try:
         with RunFolder.claim(options, settle=settled) as run:
             if rank_zero_only.rank == 0:
                 with run.export_folder(options.out):  # a folder that cannot be made is refused before the training
                     pass
             seed_everything(options.seed, verbose=False)
-            train(options, run)
+            train(options, run, started_s)
     except FinishedRun:
         if not asked:
             raise
@@ -81,8 +88,14 @@ def main(options: Train) -> None:
         answer_agent(run, asked)
 
 
-def train(options: Train, run: RunFolder) -> None:
-    """Train what the run's config names, then measure, export and show it."""
+def train(options: Train, run: RunFolder, started_s: float) -> None:
+    """Train what the run's config names, then measure, export and show it.
+
+    `hours` are those of all this, from `started_s` by `time.monotonic` on.
+    """
+    hours = run.config.hours if run.config.max_steps is None else None
+    measuring_s = hours and min(MEASURING_SHARE * hours * 3600, MOST_MEASURING_S)
+    ends_s = hours and started_s + hours * 3600 - measuring_s
     if rank_zero_only.rank == 0:
         try:
             show_plan(run.config)
@@ -95,7 +108,7 @@ def train(options: Train, run: RunFolder) -> None:
     run.change(parts.data.changed)
     measurement = Measurement(options, experiment, parts, whole) if experiment.drafts else None
     peak = peak_tokens_per_s(run.config) if experiment.drafts else None
-    trainer = fit(run, parts, steps_of(run, experiment, parts), in_multirun(), peak)
+    trainer = fit(run, parts, steps_of(run, experiment, parts), in_multirun(), peak, ends_s)
     group = experiment.target and experiment.target.group
     if trainer.global_rank >= (group.size if group else 1):
         return
@@ -107,11 +120,13 @@ def train(options: Train, run: RunFolder) -> None:
     result = {"steps": steps, "tokens": tokens_of(run.config, steps, lengths), "before": run.source.get("before", [])}
     result |= {"selected": best.facts(), "metrics": metrics}
     if measurement:
-        result |= measurement.of(weights)
+        result |= measurement.of(weights, measuring_s)
     if not trainer.is_global_zero:
         return
     if "tau" in result:
         show([tau_table(result), speed_table(result)])
+        if why := why_low(result, run.config):
+            log.warning("%s", why)
     finish(options, trainer, Export(experiment, weights, result), parts)
 
 
@@ -121,6 +136,26 @@ def steps_of(run: RunFolder, experiment: Experiment, parts: Parts) -> int:
         return run.facts().get("steps", UNKNOWN_STEPS) if run.resumes else UNKNOWN_STEPS
     trained = sum(one.numel() for one in parts.module.parameters() if one.requires_grad)
     return experiment.steps_of(trained, len(parts.data.train))
+
+
+def why_low(result: dict, config: Train) -> str | None:
+    """Say in a sentence why a measured tau may be low, and which command helps; None: nothing is known to be wrong."""
+    tokens, expected = result["tokens"], result["metrics"].get("eval/tau_expected", 0.0)
+    measured = max(one["value"] for settings in result["tau"].values() for one in settings.values())
+    few = tokens < FEW_TOKENS
+    of_others = config.data.source == "online" and not str(config.corpus.path).startswith(OF_RESPONSES)
+    if not few and (measured >= GAP * expected or not of_others):
+        return None
+    why = [f"it has learned from {tokens:,} tokens only ({result['steps']:,} steps)"] * few
+    helps = ["train longer (hours=)"] * few
+    if of_others:
+        why.append("the target did not write the texts that it has learned from")
+        target = config.target.path
+        helps.append(
+            f"learn from its answers (spectrain responses prompts=<questions> target={target} out=<answers>, then "
+            "corpus=responses:<answers>)"
+        )
+    return f"tau can be higher: {', and '.join(why)}; {', and '.join(helps)}"
 
 
 def show_plan(config: Train) -> None:
@@ -167,8 +202,10 @@ class Measurement:
             gamma = getattr(options.own, "k", None)
             self.others["speculative"] = build_speculative(self.target, options.vanilla, gamma)
 
-    def of(self, weights: dict[str, Tensor]) -> dict:
+    def of(self, weights: dict[str, Tensor], seconds: float | None = None) -> dict:
         """Measure the weights, on contexts that validation does not see where there are any.
+
+        Not all contexts are measured where `seconds` are too short for them.
 
         Returns {}, with a warning, where the training had the target's tables alone and all of it cannot be loaded.
         """
@@ -179,8 +216,11 @@ class Measurement:
                 log.warning("tau is not measured (%s); spectrain.bench does so elsewhere", error)
                 return {}
         drafters = self.others | {self.method: self.experiment.drafter(weights)}
-        measured = measure_tau(self.target, drafters, self.contexts, self.settings, self.seed)
-        return measured | measure_speed(self.target, drafters, self.method, self.contexts, self.settings, self.seed)
+        now_s = time.monotonic()
+        ends = [now_s + share * seconds for share in (TAU_SHARE, 1.0)] if seconds else [None, None]
+        measured = measure_tau(self.target, drafters, self.contexts, self.settings, self.seed, ends[0])
+        asked = self.target, drafters, self.method, self.contexts, self.settings, self.seed, ends[1]
+        return measured | measure_speed(*asked)
 
 
 def finish(options: Train, trainer: Trainer, export: Export, parts: Parts) -> None:

@@ -34,6 +34,7 @@ COMMANDS: dict[str, tuple[type, dict[str, str | None]]] = {
     "serve": (commands.Serve, {"target": "bundled", "sampling": "t1"}),
     "bench": (commands.Bench, {"target": "bundled", "method": None, "sampling": "greedy", "variants": "none"}),
     "recommend": (commands.Recommend, {"target": "bundled", "sampling": "t08", "variants": "none"}),
+    "speedup": (commands.Speedup, {"target": "bundled"}),
     "responses": (commands.Responses, {"target": "bundled", "method": "autoregressive", "sampling": "t1"}),
     "activations": (commands.Activations, {"target": "bundled", "corpus": "stdlib"}),
     "acceptance": (commands.Acceptance, {"target": "bundled", "sampling": None}),
@@ -57,7 +58,7 @@ COMMANDS: dict[str, tuple[type, dict[str, str | None]]] = {
     ),
 }
 PURPOSES = {  # what users want, with the commands for it; `spectrain` lists them so
-    "make a model answer faster": ("recommend", "chat", "generate", "serve"),
+    "make a model answer faster": ("speedup", "recommend", "chat", "generate", "serve"),
     "train a draft model for it": ("train", "export"),
     "measure": ("bench", "check", "report", "doctor"),
     "prepare targets and data": ("target", "responses", "activations", "acceptance", "datastore"),

@@ -144,6 +144,20 @@ class Recommend(Bench):
 
 
 @dataclass
+class Speedup(Built):
+    """Train a drafter for a target on your prompts, and say what it gains on some that are held back."""
+
+    prompts: FilePath = option(MISSING, "chats or questions, of which the user's turns are asked: a file or a folder")
+    target: Target = group(Target)
+    hours: Positive = option(1.0, "that all of it takes, about")
+    train: Literal["spire", "eagle3"] = option("spire", "the kind of drafter; engines serve eagle3 without a plugin")
+    held_out: Whole = option(24, "prompts that are held back for the measurement, but at most a fifth of them")
+    max_new_tokens: Whole = option(256, "of an answer that is learned from")
+    batch_size: Whole = option(16, "prompts answered together")
+    seed: Seed = SEED
+
+
+@dataclass
 class Responses(Configured, Built, Server):
     """Let the target answer prompts."""
 
@@ -168,6 +182,9 @@ class Responses(Configured, Built, Server):
     verification: Literal["block", "token"] = VERIFICATION
     allow_failed: bool = option(False, "true: finish without the prompts that fail, and list them in the manifest")
     finish_early: bool = option(False, "true: answer no more prompts, and finish with those that are answered")
+    minutes: Positive | None = option(
+        None, "loop: finish with those that are answered after this time; null: answer all prompts"
+    )
 
 
 @dataclass

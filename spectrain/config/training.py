@@ -141,7 +141,7 @@ class Train:
     out: FilePath | None = option(None, "export folder; null: checkpoints/<name of the run>")
     max_steps: Whole | None = option(None, "optimizer steps")
     hours: Positive | None = option(
-        None, "of training steps, if max_steps=null; validation and the measurement of tau come on top"
+        None, "that all of it takes, if max_steps=null: loading, steps, validation and the measurement of tau"
     )
     plan: bool = option(False, "true: print what the training will take (docs/plan.md), and do not start it")
     hardware: Hardware | None = None

@@ -291,7 +291,9 @@ def speed_table(content: Mapping) -> tuple[str, DataFrame]:
             for name, one in named.items()
         ]
     settings, fastest = content["settings"], content["fastest_gamma"]
-    n = min(settings["timed_contexts"], settings.get("contexts", settings["timed_contexts"]))
+    n = content.get(
+        "timed_contexts", min(settings["timed_contexts"], settings.get("contexts", settings["timed_contexts"]))
+    )
     title = f"speed, in turns on {n} contexts one at a time, 95 % intervals"
     if fastest is None:
         return f"{title}; no gamma is surely faster than the trained one", table_of(rows)

@@ -6,6 +6,7 @@ end it, so that all weigh alike.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import asdict
 from itertools import product
@@ -85,21 +86,35 @@ def measure_tau(
     rows: Sequence[Sequence[int]],
     settings: TauSettings,
     seed: int = 0,
+    ends_s: float | None = None,
 ) -> dict[str, dict]:
     """Decode the same held-out rows of tokens with every method.
+
+    Each setting and method has a batch of them in turn, and after `ends_s` (of `time.monotonic`) no other one begins.
 
     Returns `tau` by method and name of the setting, and `settings`, as results of a training hold them. Their `gamma`
     is how many tokens each method drafts.
     """
-    tau: dict[str, dict[str, dict]] = {name: {} for name in drafters}
     asked = [Setting(length, t) for length in settings.context_tokens for t in settings.temperatures]
-    with stage("measuring tau", len(asked) * len(drafters), target.leads) as advance:
-        for setting, (name, drafter) in product(asked, drafters.items()):
-            size = settings.new_tokens, settings.batch_size
-            found = continue_rows(target, drafter, rows[: settings.contexts], setting, *size, seed=seed)
-            tau[name][setting.name] = tau_estimate(found).as_json()
-            advance(1, f"{name}, {setting.name}")
-    measured = asdict(settings) | {"contexts": len(rows[: settings.contexts])}
+    rows, n_done, size = rows[: settings.contexts], 0, settings.batch_size
+    found: dict[str, dict[Setting, list[Generation]]] = {name: {one: [] for one in asked} for name in drafters}
+    with stage("measuring tau", len(rows) * len(asked) * len(drafters), target.leads) as advance:
+        for start in range(0, len(rows), size):
+            if start and is_past(ends_s, target):
+                break
+            part = rows[start : start + size]
+            for setting, (name, drafter) in product(asked, drafters.items()):
+                numbered = {"seed": seed, "first_number": start}
+                found[name][setting] += continue_rows(
+                    target, drafter, part, setting, settings.new_tokens, size, **numbered
+                )
+                advance(len(part), f"{name}, {setting.name}")
+            n_done = start + len(part)
+    tau = {
+        name: {setting.name: tau_estimate(generations).as_json() for setting, generations in of_method.items()}
+        for name, of_method in found.items()
+    }
+    measured = asdict(settings) | {"contexts": n_done}
     measured["gamma"] = {name: drafter.gamma for name, drafter in drafters.items() if hasattr(drafter, "gamma")}
     return {"tau": tau, "settings": measured}
 
@@ -111,8 +126,11 @@ def measure_speed(
     rows: Sequence[Sequence[int]],
     settings: TauSettings,
     seed: int = 0,
+    ends_s: float | None = None,
 ) -> dict[str, dict]:
     """Time all methods in turns, one context [L] at a time. The first method decodes plainly.
+
+    After `ends_s` (of `time.monotonic`) no context begins but the first ones.
 
     The drafter named `own` drafts 1 to `gamma` tokens, each length in a turn of its own. The longest is its default.
 
@@ -127,7 +145,9 @@ def measure_speed(
     speeds, gammas = {}, {}
     try:
         for temperature in settings.temperatures:
-            timed = _in_turns(target, turns, rows, settings, temperature, seed)
+            left = len(settings.temperatures) - settings.temperatures.index(temperature)
+            until_s = ends_s and time.monotonic() + (ends_s - time.monotonic()) / left
+            timed = _in_turns(target, turns, rows, settings, temperature, seed, until_s)
             baseline, name = (
                 _tokens_and_seconds(timed[plain]),
                 Setting(settings.context_tokens[0], temperature).sampling,
@@ -144,6 +164,7 @@ def measure_speed(
         "speeds": speeds,
         "gammas": gammas,
         "fastest_gamma": surely_fastest(rates),
+        "timed_contexts": min(map(len, timed.values())),
     }
 
 
@@ -172,6 +193,7 @@ def _in_turns(
     settings: TauSettings,
     temperature: float,
     seed: int,
+    ends_s: float | None,
 ) -> dict[Hashable, list[Generation]]:
     """Continue one context at a time. Methods take turns, so that a drifting machine hurts all alike.
 
@@ -181,14 +203,22 @@ def _in_turns(
     setting = Setting(settings.context_tokens[0], temperature)
     rows = rows[: settings.timed_contexts + 1]
     with stage(f"measuring speed, {setting.sampling}", len(rows) * len(turns), target.leads) as advance:
-        for (number, row), (name, (drafter, gamma)) in product(enumerate(rows), turns.items()):
-            if gamma is not None:
-                drafter.gamma = gamma
-            numbered = {"seed": seed, "first_number": number}
-            generations = continue_rows(target, drafter, [row], setting, settings.new_tokens, 1, **numbered)
-            timed[name] += generations if number > 0 else []  # the first is the warm-up
-            advance()
+        for number, row in enumerate(rows):
+            if number > 1 and is_past(ends_s, target):
+                break
+            for name, (drafter, gamma) in turns.items():
+                if gamma is not None:
+                    drafter.gamma = gamma
+                numbered = {"seed": seed, "first_number": number}
+                generations = continue_rows(target, drafter, [row], setting, settings.new_tokens, 1, **numbered)
+                timed[name] += generations if number > 0 else []  # the first is the warm-up
+                advance()
     return timed
+
+
+def is_past(ends_s: float | None, target: TargetModel) -> bool:
+    """Return whether it is later than `ends_s`; ranks that share the target agree."""
+    return ends_s is not None and target.agreed(time.monotonic() > ends_s)
 
 
 def _tokens_and_seconds(generations: Sequence[Generation]) -> tuple[list[float], list[float]]:

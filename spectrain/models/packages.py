@@ -14,6 +14,7 @@ import tempfile
 import zipfile
 from collections import Counter
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -165,6 +166,13 @@ def check_nothing_is_lost(called: str, n_read: int, tensors: list, texts: dict[s
     in_file = sum(int(tensor.n_elements) for tensor in tensors)
     if in_file != n_read:
         raise UserError(f"{called} has {in_file:,} weights, of which transformers reads {n_read:,}; give another file")
+
+
+def context_of(path: str) -> int | None:
+    """Return the tokens of a target's context, as its config says; None: it does not say."""
+    with suppress(Exception):  # loading the target will say what is wrong
+        return read_config(target_path(path)).get_text_config().max_position_embeddings
+    return None
 
 
 def dtype_of(target: Mapping, on_gpu: bool) -> str:

@@ -14,7 +14,7 @@ import torch
 from spectrain.config.groups import Hardware
 from spectrain.config.training import Train
 from spectrain.models.kinds import about
-from spectrain.models.packages import dtype_of
+from spectrain.models.packages import context_of, dtype_of
 from spectrain.planning.peaks import hardware_named, read_peaks
 from spectrain.planning.plan import Machine, Outline, Plan, plan_of
 from spectrain.stores.features import open_features
@@ -46,7 +46,7 @@ def settled(config: Train) -> Train:
     trainer.accumulate_grad_batches = trainer.accumulate_grad_batches or 1
     if data.row_tokens is None and data.source == "offline" and data.path and about(config.kind).option == "drafter":
         data.row_tokens = open_features(data.path, verify=False).row_tokens
-    data.row_tokens = data.row_tokens or ROW_TOKENS
+    data.row_tokens = data.row_tokens or min(ROW_TOKENS, context_of(config.target.path) or ROW_TOKENS)
     config.tau.context_tokens = config.tau.context_tokens or contexts_of(data.row_tokens)
     if data.batch_size is None:
         data.batch_size = -(-BATCH_ROWS // n_ranks) * n_ranks

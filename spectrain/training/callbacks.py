@@ -58,24 +58,57 @@ class TokensPerSecond(Callback):
         self._last_s = None  # validation is not training time
 
 
+MOST_PASSES = 20  # over the text, whatever the hours
+
+
 class StepsForHours(Callback):
-    """Sets how many steps a run has from the time that its first ones take, while the learning rate still rises."""
+    """Sets how many steps a run has, so that they end in time.
+
+    The time that the first ones take decides, while the learning rate still rises. Halfway it is decided once more,
+    because validations and other work on the machine add to it.
+
+    Args:
+        ends_s: when the steps shall end, by `time.monotonic`.
+        most: steps, after which it would learn the rows by heart.
+        note: is told the number of steps.
+    """
 
     skipped, measured = 2, 8  # steps: the first ones compile
+    fewest = 50  # of which a drafter learns something
 
-    def __init__(self, hours: float, note: Callable[[int], None]) -> None:
-        self.hours, self.note = hours, note
+    def __init__(self, ends_s: float, most: int, note: Callable[[int], None]) -> None:
+        self.ends_s, self.most, self.note = ends_s, most, note
         self._ended_s: dict[int, float] = {}  # step -> when it ended
+        self._halfway: int | None = None
 
     def on_train_batch_end(self, trainer: Trainer, module: LightningModule, outputs: object, batch: Tensor, batch_idx):
-        self._ended_s.setdefault(trainer.global_step, time.perf_counter())  # several batches may make a step
-        if trainer.max_steps != UNKNOWN_STEPS or len(self._ended_s) <= self.skipped + self.measured:
+        step, now_s = trainer.global_step, time.monotonic()
+        if trainer.max_steps == UNKNOWN_STEPS:
+            self._ended_s.setdefault(step, now_s)  # several batches may make a step
+            if len(self._ended_s) <= self.skipped + self.measured:
+                return
+            ends = [*self._ended_s.values()][self.skipped :]
+            step_s = statistics.median(later - one for one, later in pairwise(ends))
+        elif step == self._halfway:
+            first, began_s = [*self._ended_s.items()][-1]
+            step_s, self._halfway = (now_s - began_s) / (step - first), None
+        else:
             return
-        step_s = statistics.median(later - one for one, later in pairwise([*self._ended_s.values()][self.skipped :]))
-        steps = trainer.strategy.broadcast(max(trainer.global_step + 1, round(self.hours * 3600 / step_s)))
+        fitting = step + max(1, round((self.ends_s - now_s) / step_s))
+        steps = trainer.strategy.broadcast(max(step + 1, min(fitting, self.most)))
+        if trainer.max_steps == UNKNOWN_STEPS:
+            self._halfway = (step + steps) // 2
+            log.info("%d steps of %.2f s fit into hours=", fitting, step_s)
+            if steps < fitting:
+                log.warning(
+                    "the text is small: %d steps have read it %d times, so no more are made", steps, MOST_PASSES
+                )
+            if steps < self.fewest:
+                log.warning(
+                    "%d steps are too few to learn much; give more hours=, or a smaller data.row_tokens=", steps
+                )
         trainer.fit_loop.epoch_loop.max_steps = steps
         self.note(steps)
-        log.info("%d steps of %.2f s for hours=%g", steps, step_s, self.hours)
 
 
 class ShowSteps(Callback):

@@ -31,6 +31,7 @@ from spectrain.target.device import is_out_of_memory
 from spectrain.terminal import stage
 from spectrain.training.base import Parts
 from spectrain.training.callbacks import (
+    MOST_PASSES,
     UNKNOWN_STEPS,
     Checkpoints,
     KeepBest,
@@ -53,11 +54,17 @@ LOST_RANK = ("Connection closed by peer", "Connection reset by peer")  # as gloo
 
 
 def fit(
-    run: RunFolder, parts: Parts, max_steps: int, in_sweep: bool = False, peak_tokens_per_s: float | None = None
+    run: RunFolder,
+    parts: Parts,
+    max_steps: int,
+    in_sweep: bool = False,
+    peak_tokens_per_s: float | None = None,
+    ends_s: float | None = None,
 ) -> Trainer:
     """Train, or resume where the run was interrupted, and validate. The run, where checkpoints go, is begun here.
 
-    `in_sweep`: this is one of several trainings of one command. For `peak_tokens_per_s` see `TokensPerSecond`.
+    `in_sweep`: this is one of several trainings of one command. For `peak_tokens_per_s` see `TokensPerSecond`,
+    for `ends_s` `StepsForHours`.
 
     Raises:
         UserError: the trainer's hardware is missing, there are too few rows, the loss is no number any more, or memory
@@ -65,7 +72,9 @@ def fit(
     """
     config, module, data, target = run.config, parts.module, parts.data, parts.module.target
     loggers = instantiate(config.logger, _partial_=True, _convert_="all")(run)
-    trainer = build_trainer(config, max_steps, callbacks(config, run, peak_tokens_per_s), loggers, in_sweep)
+    trainer = build_trainer(
+        config, max_steps, callbacks(config, run, peak_tokens_per_s, ends_s, len(data.train)), loggers, in_sweep
+    )
     check_batches(config, trainer, len(data.train))
     run.begin()
     if max_steps != UNKNOWN_STEPS:
@@ -106,10 +115,17 @@ def final_metrics(trainer: Trainer) -> dict[str, float]:
     return {name: float(value) for name, value in trainer.callback_metrics.items() if name.startswith("eval/")}
 
 
-def callbacks(config: Train, run: RunFolder, peak_tokens_per_s: float | None = None) -> list[Callback]:
+def callbacks(
+    config: Train,
+    run: RunFolder,
+    peak_tokens_per_s: float | None = None,
+    ends_s: float | None = None,
+    n_rows: int = 0,
+) -> list[Callback]:
     """In the order in which they act: what a checkpoint speaks of is done before it is written."""
+    most = MOST_PASSES * n_rows // (config.data.batch_size * config.trainer.accumulate_grad_batches)
     return [
-        *([StepsForHours(config.hours, run.note_steps)] if config.hours else []),
+        *([StepsForHours(ends_s, most, run.note_steps)] if ends_s else []),
         TokensPerSecond(peak_tokens_per_s),
         StopOnBadLoss(run.checkpoints),
         KeepBest(run.best, config.select.every),

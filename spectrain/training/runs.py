@@ -120,7 +120,10 @@ class RunFolder:
         """Return the run with values for what its config leaves open: those of its first start, else by `settle`."""
         config = settle(self.config)
         if self.resumes:  # what is not hashed, and where it runs, may be another now
-            begun, values = hashed(read_yaml(self.path / CONFIG)), plain(config)
+            kept, values = read_yaml(self.path / CONFIG), plain(config)
+            begun = hashed(kept)
+            if self.config.tau.context_tokens is None:  # they follow the length of the rows
+                values["tau"]["context_tokens"] = kept["tau"]["context_tokens"]
             begun |= {name: values[name] | begun[name] for name in NOT_HASHED_OF}
             begun["trainer"]["accelerator"] = config.trainer.accelerator
             config = training_of(values | begun, checks=False)

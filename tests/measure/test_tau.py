@@ -95,3 +95,16 @@ def test_without_a_timed_context_no_draft_length_is_the_fastest(llama_target):
 def test_a_draft_length_is_exported_only_where_its_interval_lies_above_that_of_the_longest(shorter, exported):
     rates = [dict(zip(("value", "low", "high"), numbers, strict=True)) for numbers in (shorter, (7.0, 6.0, 8.0))]
     assert surely_fastest(dict(enumerate(rates, 1))) == exported
+
+
+def test_a_time_that_is_over_leaves_one_batch_of_each_setting_and_one_context_of_each_method(llama_target):
+    drafters = {"autoregressive": Autoregressive(), "magicdec": drafter_of(2)}
+    rows, settings = random_prompts([14] * 5), TauSettings((12, 8), 5, 8, (0.0, 1.0), 2, 4)
+    whole, past_s = measure_tau(llama_target, drafters, rows, settings), 0.0
+    found = measure_tau(llama_target, drafters, rows, settings, ends_s=past_s)
+    assert found["settings"]["contexts"] == settings.batch_size
+    assert found == measure_tau(llama_target, drafters, rows[: settings.batch_size], settings)
+    assert whole["settings"]["contexts"] == len(rows)
+    timed = measure_speed(llama_target, drafters, "magicdec", rows, settings, ends_s=past_s)
+    assert timed["timed_contexts"] == 1
+    assert "on 1 contexts" in speed_table(found | timed)[0]

@@ -260,20 +260,37 @@ def test_steps_follow_from_parameters_and_text(caplog):
     assert partial(Experiment.steps_of, SimpleNamespace(config=replace(config, max_steps=7)))(10_000) == 7
 
 
-def test_hours_become_steps_after_the_first_ones_and_stay(tmp_path, monkeypatch):
+def test_hours_become_steps_after_the_first_ones_and_are_kept_on_a_machine_that_becomes_slower(
+    tmp_path, monkeypatch, caplog
+):
     run = RunFolder(tmp_path, Train(hours=1.0), "id")
     now_s = iter(range(1000))
-    monkeypatch.setattr("time.perf_counter", lambda: next(now_s))
+    monkeypatch.setattr("time.monotonic", lambda: next(now_s))
     loop = SimpleNamespace(max_steps=UNKNOWN_STEPS)
     trainer = SimpleNamespace(
         fit_loop=SimpleNamespace(epoch_loop=loop), strategy=SimpleNamespace(broadcast=lambda n: n)
     )
-    callback = StepsForHours(1.0, run.note_steps)
+    caplog.set_level("INFO")
+    callback = StepsForHours(200.0, 150, run.note_steps)
     for batch in range(2, 40):  # two batches per step, of a second each
         trainer.global_step, trainer.max_steps = batch // 2, loop.max_steps
         callback.on_train_batch_end(trainer, None, None, None, 0)
-    assert loop.max_steps == 1800
-    assert steps_of(replace(run, resumes=True), None, None) == 1800
+    assert loop.max_steps == 101  # the first one ended at 0 s
+    assert "101 steps of 2.00 s" in caplog.text
+    assert "too few" not in caplog.text
+    assert steps_of(replace(run, resumes=True), None, None) == 101
+    now_s = iter(range(39, 1000, 2))  # other work: a batch takes two seconds
+    for batch in range(40, 150):
+        trainer.global_step, trainer.max_steps = batch // 2, loop.max_steps
+        callback.on_train_batch_end(trainer, None, None, None, 0)
+    assert callback.ends_s - 4 <= 4 * (loop.max_steps - 20) + 39 <= callback.ends_s + 4
+    assert run.facts()["steps"] == loop.max_steps
+    few, loop.max_steps, now_s = StepsForHours(200.0, 30, run.note_steps), UNKNOWN_STEPS, iter(range(1000))
+    for batch in range(2, 40):
+        trainer.global_step, trainer.max_steps = batch // 2, loop.max_steps
+        few.on_train_batch_end(trainer, None, None, None, 0)
+    assert loop.max_steps == 30
+    assert "30 steps have read it 20 times" in caplog.text
     assert steps_of(run, None, None) == UNKNOWN_STEPS  # fresh=true, beside what an earlier run has left
 
 
