@@ -43,8 +43,9 @@ from spectrain.models.artifacts import default_artifact, read_manifest
 from spectrain.stores.files import json_line, read_json, write_json
 from spectrain.stores.folder import MANIFEST
 from spectrain.stores.locations import CHECKPOINTS
+from spectrain.stores.signals import IS_STAGE
 from spectrain.target import fingerprint
-from spectrain.terminal import IS_STAGE, result_console, say_next
+from spectrain.terminal import result_console, say_next
 from spectrain.training.runs import RunFolder
 
 log = logging.getLogger(__name__)

@@ -30,10 +30,10 @@ from rich.progress import BarColumn, Progress, SpinnerColumn, Task, TimeElapsedC
 from rich.text import Text
 
 from spectrain.config import Target
+from spectrain.stores.signals import IS_STAGE
 
 log = logging.getLogger(__name__)
 
-IS_STAGE = "SPECTRAIN_STAGE"  # set: this process is a stage of `spectrain speedup`, which says what comes next
 LOG_AFTER_S, LOG_EVERY_S = 2.0, 15.0
 FRAMES_PER_S = 2  # drawing takes a millisecond, in which no Python of the stage runs
 PROMPTS = {False: "def read_config(path):", True: "Explain what a draft model is."}  # whether it is a chat model

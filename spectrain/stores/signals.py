@@ -15,6 +15,7 @@ from dataclasses import dataclass
 
 SAID = {signal.SIGINT: ("interrupted", 130), signal.SIGTERM: ("terminated", 143)}
 EXIT_CODES = tuple(code for _, code in SAID.values())
+IS_STAGE = "SPECTRAIN_STAGE"  # set: this process is a stage of `spectrain speedup`, which speaks for it
 SAME_SIGNAL_S = 1.0  # terminals and torchrun send one Ctrl-C to a process twice
 
 
@@ -73,7 +74,7 @@ class Signals:
     def say(self, then: str = "again", terminated: bool = False) -> int:
         """Print the sentence once, and return the exit code. `then` says what the same command does next."""
         what, code = SAID[self.first or (signal.SIGTERM if terminated else signal.SIGINT)]
-        if not self._said:
+        if not (self._said or os.environ.get(IS_STAGE)):
             self._said = True
             with suppress(OSError):  # nobody listens; `print` fails where the signal interrupted another one
                 os.write(2, f"{what}; run the same command {then}\n".encode())
