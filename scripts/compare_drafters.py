@@ -6,9 +6,10 @@
 blocks, EAGLE-3 one with an MLP twice as wide, DFlash two, the vanilla drafter nine of half the width; all but the last
 draft the 8,192 most frequent tokens, and each token is learned at one depth per epoch. Trees of SPIRe and EAGLE-3 with
 what SSSD finds stand beside them. `long` is a file of long texts: pieces of its articles of several lengths, with a
-question, give the table by the length of the context. Further arguments are options of each training. They lie in
-runs/drafters/; those that are finished are not repeated. The results are docs/results/drafters.json and
-drafters_contexts.json, which docs/results/tables.py turns into tables of docs/benchmarks.md.
+question, give the table by the length of the context. `kinds=` names the folders of those that are trained, else all
+are. Further arguments are options of each training. They lie in runs/drafters/; those that are finished are not
+repeated. The results are docs/results/drafters.json and drafters_contexts.json, which docs/results/tables.py turns into
+tables of docs/benchmarks.md.
 """
 
 from __future__ import annotations
@@ -40,7 +41,7 @@ KINDS = {  # name in the table -> its folder, and the options of its training
 }
 TREES = {"SPIRe with SSSD": ("spire_sssd", "SPIRe"), "EAGLE-3 with SSSD": ("eagle3_sssd", "EAGLE-3, `init=pruned`")}
 SAMPLINGS = {"greedy": "greedy", "T = 0.8": "t08"}
-OWN = ("target", "activations", "prompts", "long", "steps", "beside", "only")
+OWN = ("target", "activations", "prompts", "long", "steps", "beside", "kinds")
 BENCH = "limit=8", "max_new_tokens=64"
 LENGTHS = (256, 1024, 4096, 7900)  # tokens of long contexts
 EACH = 3  # long contexts of each length
@@ -50,7 +51,9 @@ def main() -> None:
     given = dict(argument.partition("=")[::2] for argument in sys.argv[1:])
     others = [argument for argument in sys.argv[1:] if argument.partition("=")[0] not in OWN]
     steps, target = given.get("steps", "600"), given.get("target", "smollm2")
-    folders = {name: train(target, given["activations"], steps, *options, *others) for name, options in KINDS.items()}
+    chosen = given["kinds"].split(",") if "kinds" in given else [folder for folder, *_ in KINDS.values()]
+    kinds = {name: options for name, options in KINDS.items() if options[0] in chosen}
+    folders = {name: train(target, given["activations"], steps, *options, *others) for name, options in kinds.items()}
     if shipped := given.get("beside"):
         folders["SPIRe as shipped"] = shipped
     columns, rows = ["", "parameters", "expected tau"], {name: facts(path) for name, path in folders.items()}
