@@ -59,6 +59,7 @@ class TokensPerSecond(Callback):
 
 
 MOST_PASSES = 20  # over the text, whatever the hours
+FEWEST_STEPS = 50  # of which a drafter learns something
 
 
 class StepsForHours(Callback):
@@ -74,7 +75,6 @@ class StepsForHours(Callback):
     """
 
     skipped, measured = 2, 8  # steps: the first ones compile
-    fewest = 50  # of which a drafter learns something
 
     def __init__(self, ends_s: float, most: int, note: Callable[[int], None]) -> None:
         self.ends_s, self.most, self.note = ends_s, most, note
@@ -98,17 +98,17 @@ class StepsForHours(Callback):
         steps = trainer.strategy.broadcast(max(step + 1, min(fitting, self.most)))
         if trainer.max_steps == UNKNOWN_STEPS:
             self._halfway = (step + steps) // 2
-            log.info("%d steps of %.2f s fit into hours=", fitting, step_s)
-            if steps < fitting:
-                log.warning(
-                    "the text is small: %d steps have read it %d times, so no more are made", steps, MOST_PASSES
-                )
-            if steps < self.fewest:
-                log.warning(
-                    "%d steps are too few to learn much; give more hours=, or a smaller data.row_tokens=", steps
-                )
+            if trainer.is_global_zero:
+                self._say(steps, step_s)
         trainer.fit_loop.epoch_loop.max_steps = steps
         self.note(steps)
+
+    def _say(self, steps: int, step_s: float) -> None:
+        log.info("%d steps of %.2f s fit into hours=", steps, step_s)
+        if steps == self.most:
+            log.warning("the text is small: %d steps have read it %d times, so no more are made", steps, MOST_PASSES)
+        elif steps < FEWEST_STEPS:
+            log.warning("%d steps are too few to learn much; give more hours=, or a smaller data.row_tokens=", steps)
 
 
 class ShowSteps(Callback):

@@ -268,7 +268,9 @@ def test_hours_become_steps_after_the_first_ones_and_are_kept_on_a_machine_that_
     monkeypatch.setattr("time.monotonic", lambda: next(now_s))
     loop = SimpleNamespace(max_steps=UNKNOWN_STEPS)
     trainer = SimpleNamespace(
-        fit_loop=SimpleNamespace(epoch_loop=loop), strategy=SimpleNamespace(broadcast=lambda n: n)
+        fit_loop=SimpleNamespace(epoch_loop=loop),
+        strategy=SimpleNamespace(broadcast=lambda n: n),
+        is_global_zero=True,
     )
     caplog.set_level("INFO")
     callback = StepsForHours(200.0, 150, run.note_steps)
