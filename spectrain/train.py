@@ -45,13 +45,13 @@ from spectrain.methods.autoregressive import Autoregressive
 from spectrain.methods.speculative import build as build_speculative
 from spectrain.models.kinds import about
 from spectrain.planning.defaults import peak_tokens_per_s, plan_for, settled
-from spectrain.planning.plan import Plan, meta_target
+from spectrain.planning.plan import Plan, meta_target, steps_s
 from spectrain.stores.files import free_bytes
 from spectrain.target import TargetModel
 from spectrain.target.loading import read_tokenizer
 from spectrain.terminal import PROMPTS, say_next, stage
 from spectrain.training.base import Experiment, Parts, experiment_type, open_experiment
-from spectrain.training.callbacks import UNKNOWN_STEPS
+from spectrain.training.callbacks import FEWEST_STEPS, UNKNOWN_STEPS
 from spectrain.training.fit import final_metrics, fit, target_device
 from spectrain.training.loggers import answer_agent, publish
 from spectrain.training.runs import RunFolder, run_of_agent
@@ -59,7 +59,6 @@ from spectrain.training.sources import check_row_tokens
 
 log = logging.getLogger(__name__)
 
-MEASURING_SHARE, MOST_MEASURING_S = 0.2, 300.0  # of hours=, for the measurement of tau and speed, at the most
 TAU_SHARE = 0.5  # of that, for tau
 FEW_TOKENS = 1_000_000  # that a drafter learned from, which more of them would still improve much
 GAP = 0.9  # of the expected tau, that a measured one reaches at least where nothing is wrong
@@ -94,8 +93,8 @@ def train(options: Train, run: RunFolder, started_s: float) -> None:
     `hours` are those of all this, from `started_s` by `time.monotonic` on.
     """
     hours = run.config.hours if run.config.max_steps is None else None
-    measuring_s = hours and min(MEASURING_SHARE * hours * 3600, MOST_MEASURING_S)
-    ends_s = hours and started_s + hours * 3600 - measuring_s
+    measuring_s = hours and hours * 3600 - steps_s(hours)
+    ends_s = hours and started_s + steps_s(hours)
     if rank_zero_only.rank == 0:
         try:
             show_plan(run.config)
@@ -180,6 +179,8 @@ def obstacles(config: Train, plan: Plan) -> Iterator[str]:
             chat_template(tokenizer)
         except UserError as error:
             yield f"no conversation could be read: {error}"
+    if plan.within_hours and (plan.steps < FEWEST_STEPS or plan.tokens < FEW_TOKENS):
+        yield f"{plan.steps:,} steps, {plan.tokens:,} tokens, are few to learn from; give more hours="
     needed, free = sum(plan.disk.values()) / 2**30, free_bytes(Path()) / 2**30
     if needed > free:
         yield f"the training writes {needed:.2g} GiB, but {free:.2g} GiB of the disk are free here; make space"

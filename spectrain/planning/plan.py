@@ -36,6 +36,7 @@ from spectrain.training.strategies import check_shared
 
 ZERO_BUCKET = 200_000_000  # elements that DeepSpeed reduces at once, as Lightning sets it
 ZERO_LIVE = 1_000_000_000  # parameters that ZeRO-3 keeps gathered at the most, likewise
+MEASURING_SHARE, MOST_MEASURING_S = 0.2, 300.0  # of hours=, for the measurement of tau and speed, at the most
 FSDP = "fsdp"  # beside the stages of ZeRO
 
 
@@ -59,7 +60,8 @@ class Plan:
     ranks: int
     step_rows: int  # per optimizer step, over all ranks
     row_tokens: int
-    steps: int | None  # None: they follow from hours
+    steps: int
+    within_hours: float | None  # that the steps were counted by; None: they are as many as are asked for
     memory: Mapping[str, int]  # bytes of a rank by what they hold
     disk: Mapping[str, int]  # bytes by what they hold
     step_s: float
@@ -74,18 +76,29 @@ class Plan:
 
     def sentence(self, machine: Machine) -> str:
         """Say it in a line."""
-        steps = "as many steps as its hours have" if self.steps is None else f"at most {self.steps:,} steps"
-        hours = "" if self.hours is None else f", {self.hours:,.{0 if self.hours >= 10 else 2}f} hours"
+        about = "about" if self.within_hours else "at most"
+        hours = self.within_hours or self.steps * self.step_s / 3600
         return (
             f"{_short(self.trained_parameters)} parameters train for a target of "
-            f"{_short(self.target_parameters)}, {steps} of {self.step_rows} x {self.row_tokens:,} tokens on "
-            f"{self.ranks} x {machine.peaks.name}: {self.bytes / 2**30:.3g} GiB each, "
-            f"{self.tokens_per_s:,.0f} tokens/s{hours}, {sum(self.disk.values()) / 2**30:.2g} GiB on disk"
+            f"{_short(self.target_parameters)}, {about} {self.steps:,} steps of {self.step_rows} x "
+            f"{self.row_tokens:,} tokens ({_short(self.tokens)}) on {self.ranks} x {machine.peaks.name}: "
+            f"{self.bytes / 2**30:.3g} GiB each, {self.tokens_per_s:,.0f} tokens/s, "
+            f"{hours:,.{0 if hours >= 10 else 2}f} hours, {sum(self.disk.values()) / 2**30:.2g} GiB on disk"
         )
 
     @property
-    def hours(self) -> float | None:
-        return None if self.steps is None else self.steps * self.step_s / 3600
+    def hours(self) -> float:
+        """Of the steps alone."""
+        return self.steps * self.step_s / 3600
+
+    @property
+    def tokens(self) -> int:
+        return self.steps * self.step_rows * self.row_tokens
+
+
+def steps_s(hours: float) -> float:
+    """Return how many seconds of a training are left for its start and its steps, so that tau is measured in time."""
+    return hours * 3600 - min(MEASURING_SHARE * hours * 3600, MOST_MEASURING_S)
 
 
 def plan_of(config: Train, machine: Machine, ranks: int) -> Plan:
@@ -95,7 +108,7 @@ def plan_of(config: Train, machine: Machine, ranks: int) -> Plan:
         UserError: the target has no config, or the training is none of a drafter for it.
     """
     check_shared(config.data.batch_size, ranks)
-    outline = Outline.of(config)
+    outline, hours = Outline.of(config), config.hours if config.max_steps is None else None
     step = outline.step(config.data.batch_size // ranks)
     trained, accumulated = outline.trained, config.trainer.accumulate_grad_batches
     memory = outline.weights(ranks) | {"forward and backward pass": outline.pass_bytes(step, ranks)}
@@ -114,7 +127,8 @@ def plan_of(config: Train, machine: Machine, ranks: int) -> Plan:
         ranks,
         rows,
         config.data.row_tokens,
-        None if config.hours and config.max_steps is None else outline.experiment.steps_of(trained, None),
+        round(steps_s(hours) / seconds) if hours else outline.experiment.steps_of(trained, None),
+        hours,
         memory,
         {"checkpoints": 16 * trained, "export": 2 * trained},  # the newest one and the best weights
         seconds,
@@ -247,6 +261,8 @@ def _all_reduced(n_bytes: float, n_ranks: int) -> float:
 
 
 def _short(count: int) -> str:
+    if count < 1e6:
+        return f"{count:,}"
     return f"{count / 1e9:.3g} billion" if count >= 1e9 else f"{count / 1e6:.3g} million"
 
 

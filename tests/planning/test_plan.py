@@ -25,7 +25,7 @@ from spectrain.planning.peaks import Peaks
 from spectrain.planning.plan import Machine, Outline, plan_of
 from spectrain.target import load_target
 from spectrain.train import main as train
-from spectrain.train import steps_of
+from spectrain.train import obstacles, steps_of
 from spectrain.training.base import Experiment
 from spectrain.training.callbacks import UNKNOWN_STEPS, StepsForHours
 from spectrain.training.runs import RunFolder
@@ -321,7 +321,18 @@ def test_a_plan_is_printed_and_nothing_is_written(tmp_path, monkeypatch, capsys)
     said = " ".join(capsys.readouterr().out.split())
     assert "memory of one rank" in said
     parameters = "1.74 million parameters train for a target of 7.48 million"
-    assert f"{parameters}, at most 191 steps of 8 x 1,024 tokens on 8 x H100" in said
+    assert f"{parameters}, at most 191 steps of 8 x 1,024 tokens (1.56 million) on 8 x H100" in said
     assert not any(tmp_path.iterdir())
     with pytest.raises(UserError, match="plan=true predicts what drafters take"):
         train(options_of("train", composed("train", "+exp=specdecpp", "plan=true")))
+
+
+def test_a_plan_of_hours_counts_the_steps_that_fit_beside_measuring_tau_and_warns_of_few(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    config = settled(options_of("train", composed("train", "+exp=spire", "hours=1", "hardware=h100", "plan=true")))
+    plan, _ = plan_for(config)
+    assert plan.hours == pytest.approx((3600 - 300) / 3600, rel=0.01)  # at most five minutes are for tau
+    assert list(obstacles(config, plan)) == []
+    few = replace(plan, steps=49)
+    assert list(obstacles(config, few)) == [f"49 steps, {few.tokens:,} tokens, are few to learn from; give more hours="]
+    assert list(obstacles(config, replace(few, within_hours=None))) == []
