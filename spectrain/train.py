@@ -142,11 +142,13 @@ def why_low(result: dict, config: Train) -> str | None:
     tokens, expected = result["tokens"], result["metrics"].get("eval/tau_expected", 0.0)
     measured = max(one["value"] for settings in result["tau"].values() for one in settings.values())
     few = tokens < FEW_TOKENS
-    of_others = config.data.source == "online" and not str(config.corpus.path).startswith(OF_RESPONSES)
+    of_others = config.data.source == "online" and not any(
+        str(path).startswith(OF_RESPONSES) for path in config.corpus.paths
+    )
     if not few and (measured >= GAP * expected or not of_others):
         return None
     why = [f"it has learned from {tokens:,} tokens only ({result['steps']:,} steps)"] * few
-    helps = ["train longer (hours=)"] * few
+    helps = ["give it more text and time (hours=)"] * few
     if of_others:
         why.append("the target did not write the texts that it has learned from")
         target = config.target.path

@@ -10,7 +10,10 @@ import pytest
 import torch
 from hydra.utils import instantiate
 
+from spectrain.cli import composed
+from spectrain.config import options_of
 from spectrain.errors import UserError
+from spectrain.train import why_low
 from spectrain.training import fit as fitting
 from spectrain.training import strategies
 from spectrain.training.fit import build_trainer, check_batches, prepare_resume
@@ -154,3 +157,22 @@ def test_a_gradient_that_would_run_on_into_the_next_epoch_is_refused_under_deeps
     with pytest.raises(UserError, match="accumulate_grad_batches=42 is more than the 41 batches of an epoch"):
         check_batches(cfg, SimpleNamespace(strategy=zero(), max_steps=21), 4 * 41)
     check_batches(cfg, SimpleNamespace(strategy=None, max_steps=21), 4 * 41)
+
+
+@pytest.mark.parametrize(
+    ("options", "tokens", "tau", "said"),
+    [
+        (["corpus=chats.json"], 2_000_000, 2.0, ()),
+        (["corpus=chats.json"], 2_000_000, 1.7, ("the target did not write", "prompts=<questions> target=smollm2")),
+        (["corpus=[chats.json,responses:answers]"], 2_000_000, 1.7, ()),
+        (["corpus=responses:answers"], 900_000, 2.0, ("from 900,000 tokens only (30 steps)", "more text and time")),
+        (["data=offline"], 900_000, 2.0, ("from 900,000 tokens only",)),
+    ],
+)
+def test_a_low_tau_is_explained_with_what_helps(options, tokens, tau, said):
+    config = options_of("train", composed("train", "+exp=spire", "target=smollm2", *options))
+    found = {"plain": {"64 tokens, greedy": {"value": 1.0}}, "spire": {"64 tokens, greedy": {"value": tau}}}
+    result = {"tokens": tokens, "steps": 30, "metrics": {"eval/tau_expected": 2.0}, "tau": found}
+    why = why_low(result, config)
+    assert (why is None) == (said == ())
+    assert all(one in why for one in said)
