@@ -59,7 +59,7 @@ MOST_SLOWER = 2.0  # times an estimate, that a slower step counts as, and reads 
 MOST_WEIGHT, READ_WEIGHT = 20.0, 8.0  # steps that an estimate counts as, at most, and where it was read from a file
 WIDTH = 0.35  # in which what a size says of another falls to 1 / e: of the logarithm of their ratio
 LEAST_S = 1e-9
-REFRESH, MOST_REFRESH = 16, 512  # times that something is learnt, after which costs are computed anew: first, later
+REFRESH = 32  # times that something is learnt, after which costs are computed anew
 KEEP_S = 20.0  # between two writes of the file
 
 PADDED = np.array([padded(n, kernels.NODES) for n in range(MOST_NODES + 1)])  # nodes as graphs have them
@@ -144,7 +144,7 @@ class LearntCosts(Costs):
         self._refresh()
 
     def _refresh(self) -> None:
-        self._until = self.table.n_steps + min(MOST_REFRESH, max(REFRESH, self.table.n_steps // 4))
+        self._until = self.table.n_steps + REFRESH
         self._known = [dict(self.table.known.get(key, {})) for key in self.keys]
         self._forwards, self._drafts = {}, {}  # curves by rows
 

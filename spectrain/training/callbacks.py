@@ -58,7 +58,7 @@ class TokensPerSecond(Callback):
         self._last_s = None  # validation is not training time
 
 
-MOST_PASSES = 20  # over the text, whatever the hours
+PASSES_OF_HOURS = 20  # over the text, whatever the hours
 FEWEST_STEPS = 50  # of which a drafter learns something
 
 
@@ -106,7 +106,9 @@ class StepsForHours(Callback):
     def _say(self, steps: int, step_s: float) -> None:
         log.info("%d steps of %.2f s fit into hours=", steps, step_s)
         if steps == self.most:
-            log.warning("the text is small: %d steps have read it %d times, so no more are made", steps, MOST_PASSES)
+            log.warning(
+                "the text is small: %d steps have read it %d times, so no more are made", steps, PASSES_OF_HOURS
+            )
         elif steps < FEWEST_STEPS:
             log.warning("%d steps are too few to learn much; give more hours=, or a smaller data.row_tokens=", steps)
 

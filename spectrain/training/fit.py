@@ -31,7 +31,7 @@ from spectrain.target.device import is_out_of_memory
 from spectrain.terminal import stage
 from spectrain.training.base import Parts
 from spectrain.training.callbacks import (
-    MOST_PASSES,
+    PASSES_OF_HOURS,
     UNKNOWN_STEPS,
     Checkpoints,
     KeepBest,
@@ -123,7 +123,7 @@ def callbacks(
     n_rows: int = 0,
 ) -> list[Callback]:
     """In the order in which they act: what a checkpoint speaks of is done before it is written."""
-    most = MOST_PASSES * n_rows // (config.data.batch_size * config.trainer.accumulate_grad_batches)
+    most = PASSES_OF_HOURS * n_rows // (config.data.batch_size * config.trainer.accumulate_grad_batches)
     return [
         *([StepsForHours(ends_s, most, run.note_steps)] if ends_s else []),
         TokensPerSecond(peak_tokens_per_s),
