@@ -33,13 +33,16 @@ import torch
 from spectrain.cli import interruptible, open_target
 from spectrain.config import module_of, plain
 from spectrain.config.commands import Speedup
+from spectrain.config.fields import types_of
+from spectrain.config.training import EXPERIMENTS
 from spectrain.data.prompts import Question
-from spectrain.errors import UserError
+from spectrain.errors import UserError, check_choice
 from spectrain.measure import questions
 from spectrain.measure.tables import plus_minus, show, table_of, terminal_table
 from spectrain.methods.registry import BASELINE
 from spectrain.models.artifacts import MANIFEST as EXPORTED
 from spectrain.models.artifacts import default_artifact, read_manifest
+from spectrain.models.kinds import drafters
 from spectrain.stores.files import json_line, read_json, write_json
 from spectrain.stores.folder import MANIFEST
 from spectrain.stores.locations import CHECKPOINTS
@@ -60,6 +63,7 @@ ANSWERS, SECONDS = "answers", "seconds.json"
 
 
 def main(options: Speedup) -> None:
+    check_choice("train", options.train, dict(drafters()))
     asked = questions.read_questions(options.prompts, None)
     n_held = min(options.held_out, int(HELD_OUT * len(asked)))
     if n_held < FEWEST_HELD_OUT:
@@ -86,7 +90,9 @@ def main(options: Speedup) -> None:
 
 
 def initial(options: Speedup) -> str | None:
-    """Return the drafter of this kind that fits the target best, which is trained further; None: there is none."""
+    """Return the drafter of this kind that fits the target best, to be trained further, if there is one."""
+    if "init" not in types_of(EXPERIMENTS[options.train]):
+        return None
     tables = open_target(options.target, "cpu", has_blocks=False)
     try:
         return str(default_artifact(CHECKPOINTS, options.train, fingerprint(tables.model, tables.tokenizer)))
@@ -142,8 +148,7 @@ class Stages:
 
     def train(self, init: str | None) -> None:
         out, kind = self.folder / "drafter", self.options.train
-        own = {"spire": [], "eagle3": ["loss=mixed"]}[kind]
-        own += [f"init={init}", "draft_vocab=null"] if init else ["init=pruned"]
+        own = [f"init={init}", "draft_vocab=null"] if init else []
         if self.n_ranks > 1 and not torch.cuda.is_available():  # GPUs are all taken by default
             own += ["trainer=ddp", "trainer.accelerator=cpu", f"trainer.devices={self.n_ranks}"]
         if "hours" not in self.seconds:  # a training that resumes has the same; what answers left is the drafter's

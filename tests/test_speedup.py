@@ -17,6 +17,7 @@ from spectrain.cli import composed
 from spectrain.config import options_of
 from spectrain.config.commands import Speedup
 from spectrain.config.groups import Target
+from spectrain.config.training import Spire
 from spectrain.stores.files import read_lines
 from spectrain.stores.rows import open_responses
 
@@ -39,7 +40,7 @@ def test_each_stage_is_a_command_that_composes_and_shares_the_time(tmp_path, mon
     for init in ("checkpoints/before", None):
         stages.train(init)
         options = options_of("train", composed("train", *asked["train"]))
-        assert options.own.init == (init or "pruned")
+        assert options.own.init == (init or Spire().init)
         assert options.hours == pytest.approx(2.0 * (0.35 + 0.45) - 1 / 6, abs=1e-3)
     stages.build_datastore()
     stages.measure()

@@ -10,6 +10,7 @@ from omegaconf import MISSING
 
 from spectrain.config.fields import group, option
 from spectrain.config.groups import SEED, Artifacts, Built, Configured, Corpus, Sampling, Server, Target
+from spectrain.config.training import SUGGESTED
 from spectrain.config.values import Count, FilePath, FilePaths, Names, Nodes, Positive, Seed, Several, Whole
 
 VERIFICATION = option("block", "how drafts that were drawn are verified; token: as in the papers")
@@ -150,7 +151,7 @@ class Speedup(Built):
     prompts: FilePath = option(MISSING, "chats or questions, of which the user's turns are asked: a file or a folder")
     target: Target = group(Target)
     hours: Positive = option(1.0, "that all of it takes, about")
-    train: Literal["spire", "eagle3"] = option("spire", "the kind of drafter; engines serve eagle3 without a plugin")
+    train: str = option(SUGGESTED, "the kind of drafter, of those that train +exp= has")
     held_out: Whole = option(24, "prompts that are held back for the measurement, but at most a fifth of them")
     max_new_tokens: Whole = option(256, "of an answer that is learned from")
     batch_size: Whole = option(16, "prompts answered together")
