@@ -231,9 +231,9 @@ class Eagle3(OwnBlocks):
     fc_norm: bool = option(False, "true: a norm for each of the target's states [false; EAGLE-3.1: true]")
     norm_output: bool = option(False, "true: the next token reads the normed state [false; EAGLE-3.1: true]")
     init: FilePath = option(
-        "random",
-        "random, or an EAGLE-3 drafter that is trained further, also another project's; pruned: begins as the "
-        "target's last block, with its input fitted [random]",
+        "pruned",
+        "pruned: begins as the target's last block, with its input fitted; random; or an EAGLE-3 drafter that is "
+        "trained further, also another project's [random]",
     )
     unembedding: Literal["trained", "target"] = option(
         "trained", "trained: it begins as the target's rows of the tokens that it can draft; target: they stay so"
