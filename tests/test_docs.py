@@ -70,5 +70,14 @@ def test_links_lead_to_files_and_headings(page):
             assert anchor in slugs, (target, slugs)
 
 
-def test_readme_fits_on_a_few_screens():
-    assert len((ROOT / "README.md").read_text().splitlines()) <= 180
+def test_pages_stay_short():
+    texts = {page.name: page.read_text() for page in PAGES}
+    assert len(texts.pop("README.md").splitlines()) <= 130
+    assert sum(len(text.split()) for text in texts.values()) <= 32_000
+    assert sum(len(text.splitlines()) for text in texts.values()) <= 2_500
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_cells_of_tables_stay_short(page):
+    rows = [line for line in page.read_text().splitlines() if line.startswith("|")]
+    assert [cell for row in rows for cell in row.split("|") if len(cell.strip()) > 300] == []
