@@ -81,3 +81,11 @@ def test_pages_stay_short():
 def test_cells_of_tables_stay_short(page):
     rows = [line for line in page.read_text().splitlines() if line.startswith("|")]
     assert [cell for row in rows for cell in row.split("|") if len(cell.strip()) > 300] == []
+
+
+def test_pages_and_results_that_code_names_exist():
+    files = [file for folder in ("spectrain", "data_prep", "scripts", "conf") for file in (ROOT / folder).rglob("*.*")]
+    texts = [file.read_text() for file in files if file.suffix in (".py", ".yaml", ".slurm", ".sh")]
+    named = {name for text in texts for name in re.findall(r"docs/[\w/]+\.(?:md|json|svg)", text)}
+    assert named
+    assert [name for name in sorted(named) if not (ROOT / name).is_file()] == []
