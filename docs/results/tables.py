@@ -15,7 +15,12 @@ from pathlib import Path
 
 FOLDER = Path(__file__).parent
 PAGES = [FOLDER.parent / name for name in ("benchmarks.md", "papers.md", "gpu.md")]
-COLUMNS = {"claim": "claim of the paper", "ours": "here", "preset": "here, with the paper's options", "verdict": "verdict"}
+COLUMNS = {
+    "claim": "claim of the paper",
+    "ours": "here",
+    "preset": "here, with the paper's options",
+    "verdict": "verdict",
+}
 GENERATED = re.compile(r"(<!-- (table|claims): (\w+) -->\n).*?(<!-- end -->)", re.DOTALL)
 
 
