@@ -6,7 +6,7 @@
     cost of a forward      = max(FLOPs, bytes x operational intensity)              in FLOP-equivalents
     throughput multiplier  = tau / ((k x draft + verify) / target)
 
-A forward does 2 FLOPs per parameter and row, and reads its weights and its KV cache. docs/cost.md has the formulas, and
+A forward does 2 FLOPs per parameter and row, and reads its weights and its KV cache. docs/plan.md has the formulas, and
 what is left out.
 
 Letters: B batch sizes, L context lengths. Arrays are [B, L] float64: one row per batch size, one column per context.

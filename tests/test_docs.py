@@ -70,5 +70,22 @@ def test_links_lead_to_files_and_headings(page):
             assert anchor in slugs, (target, slugs)
 
 
-def test_readme_fits_on_a_few_screens():
-    assert len((ROOT / "README.md").read_text().splitlines()) <= 180
+def test_pages_stay_short():
+    texts = {page.name: page.read_text() for page in PAGES}
+    assert len(texts.pop("README.md").splitlines()) <= 130
+    assert sum(len(text.split()) for text in texts.values()) <= 32_000
+    assert sum(len(text.splitlines()) for text in texts.values()) <= 2_500
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_cells_of_tables_stay_short(page):
+    rows = [line for line in page.read_text().splitlines() if line.startswith("|")]
+    assert [cell for row in rows for cell in row.split("|") if len(cell.strip()) > 300] == []
+
+
+def test_pages_and_results_that_code_names_exist():
+    files = [file for folder in ("spectrain", "data_prep", "scripts", "conf") for file in (ROOT / folder).rglob("*.*")]
+    texts = [file.read_text() for file in files if file.suffix in (".py", ".yaml", ".slurm", ".sh")]
+    named = {name for text in texts for name in re.findall(r"docs/[\w/]+\.(?:md|json|svg)", text)}
+    assert named
+    assert [name for name in sorted(named) if not (ROOT / name).is_file()] == []

@@ -23,12 +23,12 @@ def tables() -> ModuleType:
 def test_the_generated_tables_are_up_to_date(tables):
     for page in tables.PAGES:
         text = page.read_text()
-        assert len(tables.GENERATED.findall(text)) >= 5
+        assert len(tables.GENERATED.findall(text)) >= 3
         assert tables.generated(text) == text
 
 
 def test_every_result_is_shown_or_linked(tables):
-    pages = "".join(page.read_text() for page in tables.PAGES)
+    pages = "".join(page.read_text() for page in RESULTS.parent.glob("*.md"))
     shown = set(re.findall(r"results/(\w+)\.json|<!-- table: (\w+) -->", pages))
     files = {file.stem for file in RESULTS.glob("*.json")} - {"claims"}
     assert {first or second for first, second in shown} == files

@@ -1,4 +1,4 @@
-"""Write the tables of docs/benchmarks.md, docs/evidence.md and docs/gpu.md anew from the JSON files of this folder.
+"""Write the tables of docs/benchmarks.md, docs/papers.md and docs/gpu.md anew from the JSON files of this folder.
 
     python docs/results/tables.py
 
@@ -14,14 +14,12 @@ from collections.abc import Sequence
 from pathlib import Path
 
 FOLDER = Path(__file__).parent
-PAGES = [FOLDER.parent / name for name in ("benchmarks.md", "evidence.md", "gpu.md")]
+PAGES = [FOLDER.parent / name for name in ("benchmarks.md", "papers.md", "gpu.md")]
 COLUMNS = {
     "claim": "claim of the paper",
-    "lab_8l": "ours on lab-8l",
-    "smollm2": "ours on SmolLM2",
-    "preset": "with the paper's options",
+    "ours": "here",
+    "preset": "here, with the paper's options",
     "verdict": "verdict",
-    "why": "why",
 }
 GENERATED = re.compile(r"(<!-- (table|claims): (\w+) -->\n).*?(<!-- end -->)", re.DOTALL)
 
@@ -40,22 +38,21 @@ def measured(name: str) -> str:
 
 
 def claims(paper: str) -> str:
-    """Return the table of one paper's claims.
+    """Return the table of one paper's claims, and below it how the numbers with the paper's options were measured.
 
-    A claim's `preset` names rows of papers_<paper>.json. Where there are none, the verdict rests on our options.
+    A claim's `preset` names rows of papers_<paper>.json.
     """
     rows = json.loads((FOLDER / "claims.json").read_text())[paper]
-    file = FOLDER / f"papers_{paper}.json"
-    found = json.loads(file.read_text()) if file.is_file() else {"columns": ["all"], "rows": []}
+    found = json.loads((FOLDER / f"papers_{paper}.json").read_text())
     place = found["columns"].index("all")
     values = {row[0]: row[place] for row in found["rows"]}
     for row in rows:
-        measured = [f"{name} {values[name]}" for name in row.get("preset", "").split(", ") if name in values]
-        link = " ([presets](benchmarks.md#with-the-papers-options))"
-        row["preset"] = "; ".join(measured) + link if measured else "not measured"
-        depends = row["verdict"] != "not measured" and row["smollm2"] != "does not depend on our target"
-        row["verdict"] += " (our options)" * (depends and not measured)
-    return markdown(list(COLUMNS.values()), [[row[key] for key in COLUMNS] for row in rows])
+        names = row.get("preset", "").split(", ")
+        row["preset"] = "; ".join(f"{name} {values[name]}" for name in names if name)
+    table = markdown(list(COLUMNS.values()), [[row[key] for key in COLUMNS] for row in rows])
+    note = f" {found['note']}" if "note" in found else ""
+    link = f"[the paper's options](results/papers_{paper}.json)"
+    return f"{table}\nWith {link}: {found['date']}, {found['machine']}; `{found['command']}`.{note}\n"
 
 
 def generated(page: str) -> str:

@@ -47,7 +47,7 @@ class CoreOptions:
     # The probability with which a candidate's token is forced to be no key of the forward dictionary yet.
     # Differs from the paper: Algorithm 1, line 28, forces it where r > tau, and tau is 0.1 (appendix B.4), so with
     # probability 0.9; threshold=0.9 is that rule. By B.4, tau determines "when to force" such a token, which reads as
-    # if forcing were the exception, and fewer tokens are accepted where it is the rule (docs/benchmarks.md).
+    # if forcing were the exception, and fewer tokens are accepted where it is the rule (docs/papers.md).
     threshold: Part = 0.1
     forward: bool = True  # False: the forward dictionary gives no guesses
     backward: bool = True  # False: the backward dictionary gives no guess

@@ -145,11 +145,13 @@ def test_what_would_be_learned_wrongly_is_refused(packed, name):
 
 def test_the_table_of_the_docs_is_that_of_the_code():
     text = Path(__file__).parents[2].joinpath("docs", "data.md").read_text()
-    lines = text.split("| field | of | fate |")[1].split("\n\n")[0].splitlines()[2:]
+    lines = text.split("| field | in | effect |")[1].split("\n\n")[0].splitlines()[2:]
     found = [tuple(re.findall(r"`([^`]+)`", line.split("|")[1])) for line in lines]
     visible = known.MARKS[: -len(known.HIDING)]
     assert found == [
         *(known.SYSTEM, known.TOOLS, known.HISTORY, known.BESIDE, known.LABELS, known.ROW_THOUGHTS),
         *(known.CALLS, known.THOUGHTS, known.KEPT, visible, known.HIDING),
-        *(known.MEDIA, known.PARTIAL, tuple(known.METADATA.split()), ()),
+        *(known.MEDIA, known.PARTIAL, (), ()),
     ]
+    metadata = text.split("how it was judged: ")[1].split(". ")[0]
+    assert re.findall(r"`([^`]+)`", metadata) == known.METADATA.split()
