@@ -21,7 +21,7 @@ import shlex
 import sys
 import time
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -38,7 +38,19 @@ from omegaconf.errors import MissingMandatoryValue, OmegaConfBaseException
 
 from spectrain import config
 from spectrain.config import COMMANDS, conf_dir, help, papers
+from spectrain.config.arguments import (
+    FREE_TEXT,
+    MULTIRUN,
+    as_override,
+    in_our_words,
+    is_file_of,
+    is_group,
+    quoted,
+    quoted_path,
+    quoted_paths,
+)
 from spectrain.config.fields import flat
+from spectrain.config.words import did_you_mean
 from spectrain.errors import AllRanksError, FinishedRun, LostRankError, UserError, nearest
 from spectrain.stores.files import naming_a_full_disk
 from spectrain.stores.signals import EXIT_CODES, SIGNALS, Terminated
@@ -52,10 +64,6 @@ log = logging.getLogger(__name__)
 HELP = {"-h", "--help"}
 RANK_ZERO_SPEAKS_WITHIN_S = 5.0
 SHORTHANDS = {"target": "target.path", "corpus": "corpus.path"}
-FREE_TEXT = ("prompt", "system")
-QUOTED = r"""(?:"(?:\\.|[^"])*"|'(?:\\.|[^'])*')"""
-NO_QUOTES = rf"{QUOTED}|(?!(?i:true|false|nan|inf)$)[A-Za-z_./][A-Za-z0-9_./-]*"  # what Hydra reads as typed
-ONE_OF_SEVERAL = rf"\s*{QUOTED}\s*(?=,|$)|(?:\([^)]*\)|\[[^]]*\]|\{{[^}}]*\}}|[^,])+"  # values between commas
 SPIN_ROUNDS = "1000"  # of a waiting thread, some ten microseconds, before it sleeps and leaves its core to others
 PIPE_CLOSED = 141  # exit code of other tools whose stdout ends at a reader that has left
 UNHELPFUL_WARNINGS = (
@@ -97,7 +105,7 @@ def run(module: str) -> None:
     name, arguments = module.rpartition(".")[2], sys.argv[1:]
     if HELP & set(arguments):
         with one_sentence(name):
-            help.show_options(name, arguments)
+            help.show_options(name, in_our_words(arguments, name))
         raise SystemExit
     config.TYPED_COMMAND.set(shlex.join(["python", "-m", module, *arguments]))
     os.environ.setdefault("HYDRA_FULL_ERROR", "1")  # Hydra raises its errors then, where it would print them
@@ -160,7 +168,7 @@ def expand_shorthands(arguments: Sequence[str], name: str) -> list[str]:
         UserError: an argument has no name, or would remove an option.
     """
     (_, groups), paths, expanded = COMMANDS[name], config.paths_of(name), []
-    quote = quoted_path if {"-m", "--multirun"}.isdisjoint(arguments) else quoted_paths
+    quote, arguments = quoted_path if MULTIRUN.isdisjoint(arguments) else quoted_paths, in_our_words(arguments, name)
     for argument in arguments:
         key, _, value = argument.partition("=")
         if argument.startswith("="):
@@ -203,14 +211,6 @@ def expand_shorthands(arguments: Sequence[str], name: str) -> list[str]:
     return papers.with_paper(first, name)
 
 
-def is_group(name: str) -> bool:
-    return (conf_dir() / name).is_dir() or any(name == group for group, _ in config.GROUPS)
-
-
-def is_file_of(group: str, name: str) -> bool:
-    return (group, name) in config.GROUPS or (conf_dir() / group / f"{name}.yaml").is_file()
-
-
 def flags_first(arguments: list[str]) -> list[str]:
     """Put Hydra's own flags before the options: it reads none behind `name=value name=value -m name=value`.
 
@@ -229,33 +229,6 @@ def flags_first(arguments: list[str]) -> list[str]:
         why = said.getvalue().splitlines()[-1].partition("error: ")[2]
         raise UserError(f"{why}; write options as name=value") from None
     return arguments
-
-
-def quoted(text: str) -> str:
-    """Quote text for Hydra's override grammar, whose syntax has parentheses, colons and dollars."""
-    text = text.replace("${", "\\${")  # no interpolation
-    return '"' + re.sub(r'(\\*)("|$)', lambda m: 2 * m[1] + ("\\" + m[2] if m[2] else ""), text) + '"'
-
-
-def quoted_path(value: str) -> str:
-    """Quote a path, or each one in `[a,b]`. What stands in quotes already is left so."""
-    if re.fullmatch(NO_QUOTES, value):
-        return value
-    return f"[{quoted_paths(value[1:-1])}]" if value[:1] + value[-1:] == "[]" else quoted(value)
-
-
-def quoted_paths(values: str) -> str:
-    """Quote each one of several paths between commas."""
-    return ",".join(quoted_path(one.strip()) for one in re.findall(ONE_OF_SEVERAL, values))
-
-
-def as_override(value: object) -> str:
-    """A plain value in Hydra's override grammar."""
-    if isinstance(value, Mapping):
-        return "{" + ",".join(f"{key}:{as_override(entry)}" for key, entry in value.items()) + "}"
-    if isinstance(value, list):
-        return f"[{','.join(map(as_override, value))}]"
-    return quoted(value) if isinstance(value, str) else json.dumps(value)
 
 
 @contextlib.contextmanager
@@ -324,10 +297,8 @@ def hydra_sentence(error: HydraException, name: str, arguments: list[str]) -> st
     text = str(error)
     if found := re.match(r"Could not override '([^']+)'", text):
         wrong = found[1]
-        if wrong == "exp" and name == "train":
-            return f"{wrong} must be written with a plus sign here: +{wrong}=..."
         others = [one for one in option_names(name, arguments) if one != wrong]  # which is a group of other commands
-        return f"unknown option: {wrong}{nearest(wrong, others) or '; --help lists all options'}"
+        return f"unknown option: {wrong}{did_you_mean(wrong, others) or '; --help lists all options'}"
     options = r"Could not find '([^']+)/([^'/]+)'\s+Available options in '[^']+':\s+(.*?)\s*Config"
     if found := re.search(options, text, re.DOTALL):
         known = found[3].split()

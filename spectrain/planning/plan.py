@@ -59,7 +59,7 @@ class Plan:
     ranks: int
     step_rows: int  # per optimizer step, over all ranks
     row_tokens: int
-    steps: int | None  # None: they follow from hours
+    steps: int | None  # None: they follow from hours or epochs
     memory: Mapping[str, int]  # bytes of a rank by what they hold
     disk: Mapping[str, int]  # bytes by what they hold
     step_s: float
@@ -74,7 +74,7 @@ class Plan:
 
     def sentence(self, machine: Machine) -> str:
         """Say it in a line."""
-        steps = "as many steps as its hours have" if self.steps is None else f"at most {self.steps:,} steps"
+        steps = "as many steps as its hours or epochs have" if self.steps is None else f"at most {self.steps:,} steps"
         hours = "" if self.hours is None else f", {self.hours:,.{0 if self.hours >= 10 else 2}f} hours"
         return (
             f"{_short(self.trained_parameters)} parameters train for a target of "
@@ -108,13 +108,14 @@ def plan_of(config: Train, machine: Machine, ranks: int) -> Plan:
         seconds += _all_reduced(4 * trained, ranks) / machine.link_bytes_per_s
     if machine.near_bytes_per_s:
         seconds += accumulated * outline.exchanged_by_target(ranks) / machine.near_bytes_per_s
+    follows = config.hours or config.own.epochs
     return Plan(
         outline.target_parameters,
         trained,
         ranks,
         rows,
         config.data.row_tokens,
-        None if config.hours and config.max_steps is None else outline.experiment.steps_of(trained, None),
+        None if follows and config.max_steps is None else outline.experiment.steps_of(trained, None),
         memory,
         {"checkpoints": 16 * trained, "export": 2 * trained},  # the newest one and the best weights
         seconds,
