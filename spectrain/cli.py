@@ -53,8 +53,9 @@ from spectrain.config.fields import flat
 from spectrain.config.words import did_you_mean
 from spectrain.errors import AllRanksError, FinishedRun, LostRankError, UserError, nearest
 from spectrain.stores.files import naming_a_full_disk
+from spectrain.stores.named import check_names
 from spectrain.stores.signals import EXIT_CODES, SIGNALS, Terminated
-from spectrain.terminal import open_streams, stage
+from spectrain.terminal import open_streams, show_jobs, stage
 
 if TYPE_CHECKING:
     from spectrain.target import TargetModel
@@ -112,19 +113,25 @@ def run(module: str) -> None:
     if name == "train":  # beside another process, threads that spin for long make it several times slower
         os.environ.setdefault("GOMP_SPINCOUNT", SPIN_ROUNDS)  # OpenMP, which torch loads, reads it once
     failed: list[str] = []  # jobs of a sweep
+    jobs: list[tuple[str, str, float]] = []  # of a sweep, see `show_jobs`
 
     def job(cfg: DictConfig) -> None:
+        began_s, n_failed, said = time.monotonic(), len(failed), "finished before"
         with one_sentence(name, failed if in_multirun() else None):  # within it: Hydra would print an error of its own
             try:
                 options = config.options_of(name, cfg)
+                check_names(config.paths_of(name), options)
                 with stage("starting"):
                     main = importlib.import_module(module).main
                 quiet_libraries()
-                settle_dtype(options)
-                main(options)
+                settle_target(options)
+                said = main(options) or "done"
             finally:
                 if "wandb" in sys.modules:  # in a multirun each job is a W&B run of its own
                     sys.modules["wandb"].finish(exit_code=int(sys.exc_info()[0] is not None))
+        if in_multirun():
+            said = "failed, see below" if len(failed) > n_failed else said
+            jobs.append((" ".join(HydraConfig.get().overrides.task), said, time.monotonic() - began_s))
 
     with SIGNALS.answered(), one_sentence(name):
         config.register()
@@ -133,6 +140,8 @@ def run(module: str) -> None:
             compose_and_run(name, job)
         finally:  # not after each job of a multirun: DeepSpeed keeps its groups for the life of a process
             leave_ranks()
+        if len(jobs) > 1 and rank() == 0:
+            show_jobs(jobs)
         if failed:
             raise UserError(f"{len(failed)} of the jobs failed: {'; '.join(failed)}")
 
@@ -377,13 +386,22 @@ def quiet_libraries() -> None:
     warnings.filterwarnings("ignore", category=FutureWarning, module="torch.distributed")  # of what DeepSpeed calls
 
 
-def settle_dtype(options: object) -> None:
-    """Replace `target.dtype=auto`, by which stores and results are named; a training does so for all its options."""
-    target = getattr(options, "target", None)
-    if isinstance(target, config.Target) and not hasattr(options, "trainer"):
-        import torch  # here: this module imports no torch
+def settle_target(options: object) -> None:
+    """Replace a target that is left open, and `target.dtype=auto`, by which stores and results are named.
 
-        from spectrain.models.packages import dtype_of
+    A training settles the dtype with all its options. Where the bundled target is taken unasked, that is said.
+    """
+    target = getattr(options, "target", None)
+    if not isinstance(target, config.Target):
+        return
+    from spectrain.models.packages import default_target, dtype_of  # here: this module imports no torch
+
+    if target.path is None:
+        target.path = default_target()
+    elif not any(one.startswith("target") for one in HydraConfig.get().overrides.task):
+        log.info("target=%s, which comes with spectrain; target=<folder or id> takes another", target.path)
+    if not hasattr(options, "trainer"):
+        import torch
 
         target.dtype = dtype_of(vars(target), torch.cuda.is_available())
 

@@ -18,6 +18,7 @@ import logging
 import os
 import signal
 import socket
+from collections.abc import Sequence
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
@@ -28,9 +29,10 @@ import uvicorn
 from spectrain.cli import open_target
 from spectrain.config import plain
 from spectrain.config.commands import Serve
-from spectrain.decoding import Sampling
+from spectrain.decoding import Drafter, Sampling
 from spectrain.errors import UserError
-from spectrain.methods.registry import load_method
+from spectrain.methods.options import check_taken, given_artifacts
+from spectrain.methods.registry import build_method, load_method, method_config, method_names, say_if_folder
 from spectrain.serving.access import Access
 from spectrain.serving.connection import Connection
 from spectrain.serving.request_log import TrafficLog
@@ -72,7 +74,7 @@ def main(options: Serve) -> None:
         names = options.methods if isinstance(options.methods, list) else [options.methods]
         if len({Path(name).name for name in names}) < len(names):
             raise UserError(f"methods={names} have one name twice, by which requests could not choose; rename a folder")
-        methods = {Path(name).name: load_method(name, target) for name in names}
+        methods = opened(options, names, target)
         traffic = traffic_log(options, target) if options.log_responses is not None else None
         worker = open_worker(target, methods, options.batch_size, memory=options.memory, max_length=options.max_length)
         log.info("warming up: %s", ", ".join(methods))
@@ -95,6 +97,18 @@ def main(options: Serve) -> None:
         if traffic is not None:
             traffic.close()
     raise Terminated if SIGNALS.first == signal.SIGTERM else KeyboardInterrupt
+
+
+def opened(options: Serve, names: Sequence[str], target: TargetModel) -> dict[str, Drafter]:
+    """Open the methods, with the folders that the user gave, by the names by which requests choose."""
+    known = {name: method_config(name) for name in names if name in method_names()}
+    for name in known:
+        say_if_folder(name)
+    given = given_artifacts(options.drafter, options.head, options.datastore)
+    built = {one: load_method(one, target) for one in names if one not in known}
+    built |= {name: build_method(config, target, given) for name, config in known.items()}
+    check_taken(given, known.values(), built.values())
+    return {Path(name).name: built[name] for name in names}  # a request takes the first
 
 
 def traffic_log(options: Serve, target: TargetModel) -> TrafficLog:

@@ -21,15 +21,14 @@ import shlex
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextvars import ContextVar
 
 from rich.console import Console
 from rich.markup import escape
 from rich.progress import BarColumn, Progress, SpinnerColumn, Task, TimeElapsedColumn, TimeRemainingColumn
+from rich.table import Table
 from rich.text import Text
-
-from spectrain.config import Target
 
 log = logging.getLogger(__name__)
 
@@ -39,7 +38,10 @@ PROMPTS = {False: "def read_config(path):", True: "Explain what a draft model is
 
 Advance = Callable[..., None]  # (units=1, note=""): so many more units are done; what stands behind the bar
 
+Listener = Callable[[str, float | None], None]  # (what, done): what is being done, and how much of it, 0 to 1
+
 _lines: ContextVar[Progress | None] = ContextVar("lines", default=None)  # of the stages that are going on
+_listener: ContextVar[Listener | None] = ContextVar("listener", default=None)  # who is told of each stage
 
 
 class _Bar(BarColumn):
@@ -61,6 +63,7 @@ def stage(what: str, total: float | None = None, shown: bool = True) -> Iterator
     Yields:
         `advance(units=1, note="")`, to be called when more of the units are done.
     """
+    listener = (_listener.get() if shown else None) or (lambda what, done: None)
     shown = shown and log.isEnabledFor(logging.INFO)
     on_terminal = shown and sys.stderr.isatty()
     outer = _lines.get()
@@ -75,12 +78,14 @@ def stage(what: str, total: float | None = None, shown: bool = True) -> Iterator
     timer.daemon = True
 
     began_s = logged_s
+    listener(what, 0.0 if total else None)
 
     def advance(units: float = 1, note: str = "") -> None:
         nonlocal done, logged_s
         done += units
         far = ", ".join(filter(None, [f"{done / total:.0%}" if total else "", note]))
         lines.update(task, completed=done, note=escape(far))
+        listener(what, done / total if total else None)
         if shown and not on_terminal and time.monotonic() - logged_s > LOG_EVERY_S:
             logged_s = time.monotonic()
             left = f", {(logged_s - began_s) * (total / done - 1):.0f} s left" if total and done else ""
@@ -96,6 +101,41 @@ def stage(what: str, total: float | None = None, shown: bool = True) -> Iterator
         timer.cancel()
         lines.remove_task(task)
         _lines.reset(token)
+
+
+@contextlib.contextmanager
+def speaking(quiet: bool, listener: Listener | None) -> Iterator[None]:
+    """Let a program see stages and log lines of the block as commands show them, where it has set up no log of its own.
+
+    Args:
+        quiet: silences them, and from then on whatever this package logs below an error.
+        listener: is told of each stage, unless `quiet`.
+    """
+    ours, handler = logging.getLogger(__package__), logging._StderrHandler()  # of sys.stderr as it is then
+    if quiet:
+        ours.setLevel(logging.ERROR)
+    is_set_up, level = quiet or ours.hasHandlers(), ours.level
+    token = _listener.set(None if quiet else listener)
+    try:
+        if not is_set_up:
+            ours.addHandler(handler)
+            ours.setLevel(logging.INFO)
+        yield
+    finally:
+        _listener.reset(token)
+        if not is_set_up:
+            ours.removeHandler(handler)
+            ours.setLevel(level)
+
+
+def show_jobs(jobs: Iterable[tuple[str, str, float]]) -> None:
+    """Print what has become of each job of a sweep: its options, its result, and how long it took in seconds."""
+    table = Table(box=None, padding=(0, 2, 0, 0))
+    for title in ("job", "result", "seconds"):
+        table.add_column(title, overflow="fold", justify="right" if title == "seconds" else "left")
+    for options, result, elapsed_s in jobs:
+        table.add_row(Text(options), Text(result), f"{elapsed_s:.0f}")
+    result_console(highlight=False).print("", table)
 
 
 def open_streams() -> None:
@@ -122,9 +162,8 @@ def result_console(columns: int = 100, **options: object) -> Console:
 def say_next(command: str, options: Mapping[str, object]) -> None:
     """Print the line to type next, with values in quotes where a shell needs them.
 
-    Options that are None are left out, and so is the bundled target.
+    Options that are None are left out.
     """
-    given = {name: one for name, one in options.items() if one is not None and (name, one) != ("target", Target().path)}
-    words = [f"{name}={shlex.quote(str(value))}" for name, value in given.items()]
+    words = [f"{name}={shlex.quote(str(value))}" for name, value in options.items() if value is not None]
     line = " ".join(["next: spectrain", command, *words])
     Console(highlight=False).print(Text(line, style="dim"), soft_wrap=True)

@@ -19,8 +19,9 @@ from omegaconf import DictConfig, OmegaConf
 
 from spectrain.config import commands, training
 from spectrain.config.fields import described, plain, typed, types_by_name, types_of
-from spectrain.config.groups import Artifacts, Corpus, Sampling, Target
+from spectrain.config.groups import AnsweringTarget, Artifacts, Corpus, Sampling, Target
 from spectrain.config.values import PATH, parts_of
+from spectrain.errors import UserError
 
 __all__ = ["COMMANDS", "GROUPS", "Target", "conf_dir", "described", "options_of", "paths_of", "plain", "register"]
 
@@ -31,11 +32,11 @@ TYPED_COMMAND: ContextVar[str | None] = ContextVar("typed_command", default=None
 
 # The class of each command, and the groups that it is composed from, with the file of conf/ that is taken by default.
 COMMANDS: dict[str, tuple[type, dict[str, str | None]]] = {
-    "generate": (commands.Generate, {"target": "bundled", "method": training.SUGGESTED, "sampling": "greedy"}),
-    "chat": (commands.Chat, {"method": "auto", "sampling": "greedy"}),
-    "serve": (commands.Serve, {"target": "bundled", "sampling": "t1"}),
-    "bench": (commands.Bench, {"target": "bundled", "method": None, "sampling": "greedy", "variants": "none"}),
-    "recommend": (commands.Recommend, {"target": "bundled", "sampling": "t08", "variants": "none"}),
+    "generate": (commands.Generate, {"target": "default", "method": training.SUGGESTED, "sampling": "greedy"}),
+    "chat": (commands.Chat, {"target": "default", "method": "auto", "sampling": "greedy"}),
+    "serve": (commands.Serve, {"target": "default", "sampling": "t1"}),
+    "bench": (commands.Bench, {"target": "default", "method": None, "sampling": "greedy", "variants": "none"}),
+    "recommend": (commands.Recommend, {"target": "default", "sampling": "t08", "variants": "none"}),
     "responses": (commands.Responses, {"target": "bundled", "method": "autoregressive", "sampling": "t1"}),
     "activations": (commands.Activations, {"target": "bundled", "corpus": "stdlib"}),
     "acceptance": (commands.Acceptance, {"target": "bundled", "sampling": None}),
@@ -65,6 +66,7 @@ PURPOSES = {  # what users want, with the commands for it; `spectrain` lists the
     "prepare targets and data": ("target", "responses", "activations", "acceptance", "datastore"),
 }
 GROUPS = {  # files of groups that are classes
+    ("target", "default"): AnsweringTarget,
     ("target", "bundled"): Target,
     ("sampling", "greedy"): Sampling,
     ("corpus", "stdlib"): Corpus,
@@ -93,6 +95,8 @@ def options_of(command: str, cfg: DictConfig) -> object:
     """Return the options of a command as an object of its class. Raises UserError where a value is wrong."""
     kind, _ = COMMANDS[command]
     values = OmegaConf.to_container(cfg, resolve=True, throw_on_missing=True)
+    if kind is training.Train and not values["experiment"]:
+        raise UserError(f"nothing to train; give {' or '.join(f'+exp={name}' for name in training.EXPERIMENTS)}")
     return training_of(values) if kind is training.Train else typed(values, kind)
 
 

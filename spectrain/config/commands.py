@@ -9,7 +9,17 @@ from annotated_types import Le
 from omegaconf import MISSING
 
 from spectrain.config.fields import group, option
-from spectrain.config.groups import SEED, Artifacts, Built, Configured, Corpus, Sampling, Server, Target
+from spectrain.config.groups import (
+    SEED,
+    AnsweringTarget,
+    Artifacts,
+    Built,
+    Configured,
+    Corpus,
+    Sampling,
+    Server,
+    Target,
+)
 from spectrain.config.values import Count, FilePath, FilePaths, Names, Nodes, Positive, Seed, Several, Whole
 
 VERIFICATION = option("block", "how drafts that were drawn are verified; token: as in the papers")
@@ -25,7 +35,7 @@ class Generate(Configured):
     prompt: str | None = option(
         None, "the text to continue, or the user's turn of a chat; @<file>: of a file; - or null: of stdin"
     )
-    target: Target = group(Target)
+    target: AnsweringTarget = group(AnsweringTarget)
     sampling: Sampling = group(Sampling)
     chat: bool | Literal["auto"] = CHAT
     max_new_tokens: Whole = option(160, "the most tokens of the continuation")
@@ -37,28 +47,21 @@ class Generate(Configured):
 
 
 @dataclass
-class ChatModel(Target):
-    """The model that answers."""
-
-    path: FilePath = option("smollm2", "smollm2, a bundled checkpoint, a folder, or an id on the hub")
-
-
-@dataclass
 class Chat(Configured):
     """Talk to the target, and see which tokens were drafted."""
 
     system: str | None = option(None, "what the system says first; null: nothing, or what the template has")
-    target: ChatModel = group(ChatModel)
+    target: AnsweringTarget = group(AnsweringTarget)
     sampling: Sampling = group(Sampling)
     max_new_tokens: Whole = option(512, "the most tokens of an answer")
     seed: Seed = SEED
 
 
 @dataclass
-class Serve:
+class Serve(Artifacts):
     """Answer requests of OpenAI's API, and show a page to chat on."""
 
-    target: Target = group(Target)
+    target: AnsweringTarget = group(AnsweringTarget)
     methods: Names = option(
         ["auto", "autoregressive"],
         "names of conf/method/ and exported folders; a request takes the first, unless it names another",
@@ -103,7 +106,7 @@ class Bench(Artifacts, Built):
     )
     limit: Whole | None = option(None, "questions, from the start of the file; null: all (20 without prompts)")
     chat: bool | Literal["auto"] = CHAT
-    target: Target = group(Target)
+    target: AnsweringTarget = group(AnsweringTarget)
     sampling: Sampling = group(Sampling)
     max_new_tokens: Whole = option(128, "the most tokens per reply")
     max_length: Several | None = MAX_LENGTH

@@ -45,6 +45,17 @@ class Target:
 
 
 @dataclass
+class AnsweringTarget(Target):
+    """The model that answers."""
+
+    path: FilePath | None = option(
+        None,
+        "smollm2, a bundled checkpoint, a folder, or an id on the hub; null: smollm2, which is downloaded once, or "
+        "where it cannot be had the bundled pystdlib-8l",
+    )
+
+
+@dataclass
 class Sampling:
     """How tokens are drawn."""
 
@@ -149,4 +160,4 @@ class Hardware:
     source: str | None = option(None, "where the numbers are from")
 
 
-SEED = option(0, "prompt i draws from a generator seeded by (seed, i)")
+SEED = option(0, "random seed; prompt i uses (seed, i)")
