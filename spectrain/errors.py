@@ -6,6 +6,7 @@ import difflib
 import re
 import sys
 from collections.abc import Iterable
+from functools import partial
 
 SHOWN_CHARACTERS = 80  # of a wrong value
 LARGEST = sys.float_info.max
@@ -72,8 +73,14 @@ def check_choice(name: str, value: object, choices: Iterable[str]) -> None:
 
 def nearest(word: object, known: Iterable[str]) -> str:
     """Return "; did you mean ...?" with the known word that is most like a wrong one, or "" if none is."""
-    near = max(known, key=lambda one: likeness(shown(word), one), default="")
-    return f"; did you mean {near}?" if likeness(shown(word), near) >= ALIKE else ""
+    near = closest(shown(word), known)
+    return f"; did you mean {near}?" if near else ""
+
+
+def closest(word: str, known: Iterable[str]) -> str:
+    """Return the known word that is most like another one, or "" if none is."""
+    near = max(known, key=partial(likeness, word), default="")
+    return near if likeness(word, near) >= ALIKE else ""
 
 
 def likeness(word: str, known: str) -> float:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection
 
-from spectrain.errors import nearest
+from spectrain.errors import closest
 
 # Each option with the words for it. A word of several options is for the first of them that a command has.
 WORDS = {
@@ -32,7 +32,7 @@ WORDS = {
     "drafter": "draft_model draft draft_model_path speculative_model draft_model_config speculator assistant_model",
     "method": "speculative_algorithm algorithm speculative_method",
     "method.gamma": "gamma num_speculative_tokens num_assistant_tokens speculative_num_draft_tokens spec_length",
-    "k": "num_speculative_tokens speculative_tokens gamma",
+    "k": "num_speculative_tokens ttt_length speculative_num_steps gamma",
     "ttt_steps": "num_speculative_tokens ttt_length speculative_num_steps gamma",
     "n_layer": "num_layers num_hidden_layers n_layers",
     "draft_vocab": "draft_vocab_size",
@@ -73,13 +73,8 @@ ALIASES = {
 }
 
 
-def stands_for(word: str, options: Collection[str]) -> str | None:
-    """Return the option that other tools call so, of those that a command has."""
-    name = word.lower().replace("-", "_")
-    return next((option for option, words in WORDS.items() if name in words.split() and option in options), None)
-
-
-def did_you_mean(word: str, options: Collection[str]) -> str:
-    """Return "; did you mean ...?" with the option that was meant by a wrong one, or "" where none is like it."""
-    meant = stands_for(word, options)
-    return f"; did you mean {meant}?" if meant else nearest(word, options)
+def did_you_mean(wrong: str, options: Collection[str]) -> str:
+    """Return "; did you mean ...?" with the option of a command that was meant by a wrong one, or "" if none is."""
+    words = {word: option for option in reversed(WORDS) if option in options for word in WORDS[option].split()}
+    near = wrong if wrong in words else closest(wrong, [*options, *words])
+    return f"; did you mean {words.get(near, near)}?" if near else ""
