@@ -37,25 +37,15 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import MissingMandatoryValue, OmegaConfBaseException
 
 from spectrain import config
-from spectrain.config import COMMANDS, conf_dir, help, papers
-from spectrain.config.arguments import (
-    FREE_TEXT,
-    MULTIRUN,
-    as_override,
-    in_our_words,
-    is_file_of,
-    is_group,
-    quoted,
-    quoted_path,
-    quoted_paths,
-)
+from spectrain.config import COMMANDS, conf_dir, help, overrides, papers
 from spectrain.config.fields import flat
+from spectrain.config.overrides import is_file_of, quoted
 from spectrain.config.words import did_you_mean
 from spectrain.errors import AllRanksError, FinishedRun, LostRankError, UserError, nearest
 from spectrain.stores.files import naming_a_full_disk
 from spectrain.stores.named import check_names
 from spectrain.stores.signals import EXIT_CODES, SIGNALS, Terminated
-from spectrain.terminal import open_streams, show_jobs, stage
+from spectrain.terminal import open_streams, stage
 
 if TYPE_CHECKING:
     from spectrain.target import TargetModel
@@ -106,14 +96,14 @@ def run(module: str) -> None:
     name, arguments = module.rpartition(".")[2], sys.argv[1:]
     if HELP & set(arguments):
         with one_sentence(name):
-            help.show_options(name, in_our_words(arguments, name))
+            help.show_options(name, overrides.in_our_words(arguments, name))
         raise SystemExit
     config.TYPED_COMMAND.set(shlex.join(["python", "-m", module, *arguments]))
     os.environ.setdefault("HYDRA_FULL_ERROR", "1")  # Hydra raises its errors then, where it would print them
     if name == "train":  # beside another process, threads that spin for long make it several times slower
         os.environ.setdefault("GOMP_SPINCOUNT", SPIN_ROUNDS)  # OpenMP, which torch loads, reads it once
     failed: list[str] = []  # jobs of a sweep
-    jobs: list[tuple[str, str, float]] = []  # of a sweep, see `show_jobs`
+    jobs: list[tuple[str, str, float]] = []  # of a sweep: options, result, seconds
 
     def job(cfg: DictConfig) -> None:
         began_s, n_failed, said = time.monotonic(), len(failed), "finished before"
@@ -140,8 +130,9 @@ def run(module: str) -> None:
             compose_and_run(name, job)
         finally:  # not after each job of a multirun: DeepSpeed keeps its groups for the life of a process
             leave_ranks()
-        if len(jobs) > 1 and rank() == 0:
-            show_jobs(jobs)
+        width = max((len(options) for options, _, _ in jobs), default=0)
+        for options, result, elapsed_s in jobs if rank() == 0 and len(jobs) > 1 else ():
+            print(f"{options:<{width}}  {elapsed_s:6.0f} s  {result}")
         if failed:
             raise UserError(f"{len(failed)} of the jobs failed: {'; '.join(failed)}")
 
@@ -177,14 +168,15 @@ def expand_shorthands(arguments: Sequence[str], name: str) -> list[str]:
         UserError: an argument has no name, or would remove an option.
     """
     (_, groups), paths, expanded = COMMANDS[name], config.paths_of(name), []
-    quote, arguments = quoted_path if MULTIRUN.isdisjoint(arguments) else quoted_paths, in_our_words(arguments, name)
+    quote = overrides.quoted_path if overrides.MULTIRUN.isdisjoint(arguments) else overrides.quoted_paths
+    arguments = overrides.in_our_words(arguments, name)
     for argument in arguments:
         key, _, value = argument.partition("=")
         if argument.startswith("="):
             raise UserError(f"{argument} has no name; write options as name=value")
         if argument.startswith("~"):
             raise UserError(f"{argument} would remove an option, which the command needs; give it another value")
-        if key not in FREE_TEXT and argument.encode("utf-8", "replace").decode() != argument:
+        if key not in overrides.FREE_TEXT and argument.encode("utf-8", "replace").decode() != argument:
             raise UserError(f"{argument} is no UTF-8 text; give a name that is")
         is_method = key == "method" and "method" in groups
         is_here = is_method and "/" not in value and (Path(value) / "spectrain.json").is_file()
@@ -194,9 +186,9 @@ def expand_shorthands(arguments: Sequence[str], name: str) -> list[str]:
             from spectrain.models.artifacts import decoded_by  # here: it imports torch
 
             chosen, options = decoded_by(Path(value))
-            expanded[:0] = [f"++method.{option}={as_override(one)}" for option, one in options.items()]
+            expanded[:0] = [f"++method.{option}={overrides.as_override(one)}" for option, one in options.items()]
             argument = f"method={chosen}"
-        elif key in FREE_TEXT:
+        elif key in overrides.FREE_TEXT:
             argument = f"{key}={quoted(value)}"
         else:
             if key in SHORTHANDS and value not in ("", "null") and not (key in groups and is_file_of(key, value)):
@@ -320,7 +312,7 @@ def hydra_sentence(error: HydraException, name: str, arguments: list[str]) -> st
 
 def option_names(name: str, arguments: list[str]) -> list[str]:
     """List all options of a command, in dotted form, with the groups (`+exp=spire`) that the arguments choose."""
-    groups = [a for a in arguments if "=" in a and is_group(a.split("=")[0].lstrip("+"))]
+    groups = [a for a in arguments if "=" in a and overrides.is_group(a.split("=")[0].lstrip("+"))]
     for chosen in (groups, []):
         with contextlib.suppress(HydraException):  # a sweep over a group, or a group that is wrong, too
             return [*COMMANDS[name][1], *dict(flat(OmegaConf.to_container(composed(name, *chosen))))]

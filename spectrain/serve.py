@@ -31,8 +31,8 @@ from spectrain.config import plain
 from spectrain.config.commands import Serve
 from spectrain.decoding import Drafter, Sampling
 from spectrain.errors import UserError
-from spectrain.methods.options import check_taken, given_artifacts
-from spectrain.methods.registry import build_method, load_method, method_config, method_names, say_if_folder
+from spectrain.methods.options import given_artifacts
+from spectrain.methods.registry import build_methods, load_method, method_config, method_names
 from spectrain.serving.access import Access
 from spectrain.serving.connection import Connection
 from spectrain.serving.request_log import TrafficLog
@@ -102,13 +102,8 @@ def main(options: Serve) -> None:
 def opened(options: Serve, names: Sequence[str], target: TargetModel) -> dict[str, Drafter]:
     """Open the methods, with the folders that the user gave, by the names by which requests choose."""
     known = {name: method_config(name) for name in names if name in method_names()}
-    for name in known:
-        say_if_folder(name)
-    given = given_artifacts(options.drafter, options.head, options.datastore)
-    built = {one: load_method(one, target) for one in names if one not in known}
-    built |= {name: build_method(config, target, given) for name, config in known.items()}
-    check_taken(given, known.values(), built.values())
-    return {Path(name).name: built[name] for name in names}  # a request takes the first
+    built, _ = build_methods(known, given_artifacts(options.drafter, options.head, options.datastore), target, False)
+    return {Path(name).name: built[name] if name in built else load_method(name, target) for name in names}
 
 
 def traffic_log(options: Serve, target: TargetModel) -> TrafficLog:

@@ -21,13 +21,12 @@ import shlex
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextvars import ContextVar
 
 from rich.console import Console
 from rich.markup import escape
 from rich.progress import BarColumn, Progress, SpinnerColumn, Task, TimeElapsedColumn, TimeRemainingColumn
-from rich.table import Table
 from rich.text import Text
 
 log = logging.getLogger(__name__)
@@ -105,37 +104,22 @@ def stage(what: str, total: float | None = None, shown: bool = True) -> Iterator
 
 @contextlib.contextmanager
 def speaking(quiet: bool, listener: Listener | None) -> Iterator[None]:
-    """Let a program see stages and log lines of the block as commands show them, where it has set up no log of its own.
+    """Let a program see the stages and the log of the block as commands show them, if it has set up no log of its own.
 
-    Args:
-        quiet: silences them, and from then on whatever this package logs below an error.
-        listener: is told of each stage, unless `quiet`.
+    `quiet` silences them, and from then on what this package logs below an error; else `listener` is told of stages.
     """
     ours, handler = logging.getLogger(__package__), logging._StderrHandler()  # of sys.stderr as it is then
-    if quiet:
-        ours.setLevel(logging.ERROR)
-    is_set_up, level = quiet or ours.hasHandlers(), ours.level
+    before = logging.ERROR if quiet else ours.level
+    if quiet or not ours.hasHandlers():
+        ours.addHandler(handler)
+        ours.setLevel(logging.ERROR if quiet else logging.INFO)
     token = _listener.set(None if quiet else listener)
     try:
-        if not is_set_up:
-            ours.addHandler(handler)
-            ours.setLevel(logging.INFO)
         yield
     finally:
         _listener.reset(token)
-        if not is_set_up:
-            ours.removeHandler(handler)
-            ours.setLevel(level)
-
-
-def show_jobs(jobs: Iterable[tuple[str, str, float]]) -> None:
-    """Print what has become of each job of a sweep: its options, its result, and how long it took in seconds."""
-    table = Table(box=None, padding=(0, 2, 0, 0))
-    for title in ("job", "result", "seconds"):
-        table.add_column(title, overflow="fold", justify="right" if title == "seconds" else "left")
-    for options, result, elapsed_s in jobs:
-        table.add_row(Text(options), Text(result), f"{elapsed_s:.0f}")
-    result_console(highlight=False).print("", table)
+        ours.removeHandler(handler)
+        ours.setLevel(before)
 
 
 def open_streams() -> None:

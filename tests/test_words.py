@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import pytest
+from omegaconf import OmegaConf
 
 from spectrain.cli import composed, option_names
-from spectrain.config import COMMANDS, help, options_of, paths_of, plain
-from spectrain.config.arguments import in_our_words
-from spectrain.config.words import ALIASES, WORDS, did_you_mean
+from spectrain.config import COMMANDS, conf_dir, help, options_of, paths_of, plain
+from spectrain.config.overrides import in_our_words
+from spectrain.config.words import ALIASES, did_you_mean
 from spectrain.errors import UserError, nearest
 from spectrain.stores.named import check_names
 from spectrain.training.runs import hashed
@@ -98,7 +99,10 @@ def test_a_guess_is_taken_or_answered_with_the_option_that_was_meant(command, wo
 def test_each_word_is_for_an_option_that_exists():
     known = {name for command in COMMANDS for name in option_names(command, EXPERIMENT.get(command, []))}
     known |= set(option_names("train", ["+exp=eagle3"]))
-    assert {*WORDS, *(one for options in ALIASES.values() for one in options)} <= known
+    assert {
+        *OmegaConf.load(conf_dir() / "words.yaml"),
+        *(one for options in ALIASES.values() for one in options),
+    } <= known
     assert nearest("xyzzy", known) == ""
 
 

@@ -19,7 +19,7 @@ from omegaconf import DictConfig, OmegaConf
 
 from spectrain.config import commands, training
 from spectrain.config.fields import described, plain, typed, types_by_name, types_of
-from spectrain.config.groups import AnsweringTarget, Artifacts, Corpus, Sampling, Target
+from spectrain.config.groups import Artifacts, Corpus, Sampling, Target
 from spectrain.config.values import PATH, parts_of
 from spectrain.errors import UserError
 
@@ -66,7 +66,7 @@ PURPOSES = {  # what users want, with the commands for it; `spectrain` lists the
     "prepare targets and data": ("target", "responses", "activations", "acceptance", "datastore"),
 }
 GROUPS = {  # files of groups that are classes
-    ("target", "default"): AnsweringTarget,
+    ("target", "default"): commands.Answering,
     ("target", "bundled"): Target,
     ("sampling", "greedy"): Sampling,
     ("corpus", "stdlib"): Corpus,

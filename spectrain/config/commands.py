@@ -9,17 +9,7 @@ from annotated_types import Le
 from omegaconf import MISSING
 
 from spectrain.config.fields import group, option
-from spectrain.config.groups import (
-    SEED,
-    AnsweringTarget,
-    Artifacts,
-    Built,
-    Configured,
-    Corpus,
-    Sampling,
-    Server,
-    Target,
-)
+from spectrain.config.groups import SEED, Artifacts, Built, Configured, Corpus, Sampling, Server, Target
 from spectrain.config.values import Count, FilePath, FilePaths, Names, Nodes, Positive, Seed, Several, Whole
 
 VERIFICATION = option("block", "how drafts that were drawn are verified; token: as in the papers")
@@ -29,13 +19,22 @@ BATCH_TOKENS = option(8192, "per forward, padding included; at least one row")
 
 
 @dataclass
+class Answering(Target):
+    """The model that answers."""
+
+    path: FilePath | None = option(
+        None, "as spectrain.train has it; null: smollm2, or where it cannot be downloaded the bundled pystdlib-8l"
+    )
+
+
+@dataclass
 class Generate(Configured):
     """Stream one continuation and say what speculation gained."""
 
     prompt: str | None = option(
         None, "the text to continue, or the user's turn of a chat; @<file>: of a file; - or null: of stdin"
     )
-    target: AnsweringTarget = group(AnsweringTarget)
+    target: Answering = group(Answering)
     sampling: Sampling = group(Sampling)
     chat: bool | Literal["auto"] = CHAT
     max_new_tokens: Whole = option(160, "the most tokens of the continuation")
@@ -51,7 +50,7 @@ class Chat(Configured):
     """Talk to the target, and see which tokens were drafted."""
 
     system: str | None = option(None, "what the system says first; null: nothing, or what the template has")
-    target: AnsweringTarget = group(AnsweringTarget)
+    target: Answering = group(Answering)
     sampling: Sampling = group(Sampling)
     max_new_tokens: Whole = option(512, "the most tokens of an answer")
     seed: Seed = SEED
@@ -61,7 +60,7 @@ class Chat(Configured):
 class Serve(Artifacts):
     """Answer requests of OpenAI's API, and show a page to chat on."""
 
-    target: AnsweringTarget = group(AnsweringTarget)
+    target: Answering = group(Answering)
     methods: Names = option(
         ["auto", "autoregressive"],
         "names of conf/method/ and exported folders; a request takes the first, unless it names another",
@@ -106,7 +105,7 @@ class Bench(Artifacts, Built):
     )
     limit: Whole | None = option(None, "questions, from the start of the file; null: all (20 without prompts)")
     chat: bool | Literal["auto"] = CHAT
-    target: AnsweringTarget = group(AnsweringTarget)
+    target: Answering = group(Answering)
     sampling: Sampling = group(Sampling)
     max_new_tokens: Whole = option(128, "the most tokens per reply")
     max_length: Several | None = MAX_LENGTH

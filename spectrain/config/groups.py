@@ -45,17 +45,6 @@ class Target:
 
 
 @dataclass
-class AnsweringTarget(Target):
-    """The model that answers."""
-
-    path: FilePath | None = option(
-        None,
-        "smollm2, a bundled checkpoint, a folder, or an id on the hub; null: smollm2, which is downloaded once, or "
-        "where it cannot be had the bundled pystdlib-8l",
-    )
-
-
-@dataclass
 class Sampling:
     """How tokens are drawn."""
 
