@@ -265,7 +265,8 @@ def _quick_commands():
 
 @pytest.fixture(autouse=True)
 def _small_commands(monkeypatch):
-    """Fit a drafter's input on little. Fixtures of a module do not."""
+    """Fit a drafter's input on little, and decode with the bundled target by default. Fixtures of a module do not."""
+    monkeypatch.setattr("spectrain.models.packages.DEFAULT", locations.BUNDLED)
     monkeypatch.setattr("spectrain.training.drafters.FIT_TOKENS", FIT_TOKENS)
 
 

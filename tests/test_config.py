@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 from inspect import Parameter, signature
@@ -247,6 +248,8 @@ def test_jobs_of_a_sweep_go_on_when_others_fail(run, monkeypatch):
     code, out, err = run("generate", "-m", "prompt=def f", "method=pld", "baseline=false", "max_new_tokens=0,2,3,4")
     assert code == 2
     assert "4 tokens (length)" in out
+    jobs = re.findall(r"max_new_tokens=(\d) +\d+ s  (.*)", out)
+    assert jobs == [*((str(n), "failed, see below") for n in (0, 2, 3)), ("4", "done")]
     *lines, last = err.splitlines()
     assert last.startswith("error: 3 of the jobs failed: ")
     for number, why in (

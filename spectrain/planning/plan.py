@@ -108,7 +108,7 @@ def plan_of(config: Train, machine: Machine, ranks: int) -> Plan:
         seconds += _all_reduced(4 * trained, ranks) / machine.link_bytes_per_s
     if machine.near_bytes_per_s:
         seconds += accumulated * outline.exchanged_by_target(ranks) / machine.near_bytes_per_s
-    follows = config.hours or config.own.epochs
+    follows = config.hours or getattr(config.own, "epochs", None)
     return Plan(
         outline.target_parameters,
         trained,

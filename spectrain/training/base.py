@@ -208,8 +208,9 @@ class Experiment(ABC):
         if config.max_steps is not None:
             return config.max_steps
         n_rows_read = config.own.tokens_per_parameter * n_trained / config.data.row_tokens
-        if n_rows is not None and config.own.epochs is not None:
-            n_rows_read = config.own.epochs * n_rows
+        epochs = getattr(config.own, "epochs", None)  # which not every kind has
+        if n_rows is not None and epochs is not None:
+            n_rows_read = epochs * n_rows
         elif n_rows is not None and n_rows_read > MOST_PASSES * n_rows:
             log.warning(
                 "tokens_per_parameter=%g asks for %.0f passes over the text, but at most %d are made; give more "

@@ -258,6 +258,9 @@ def test_steps_follow_from_parameters_and_text(caplog):
     assert steps(10_000, n_rows=8) == 10 * 8 / (4 * 5)
     assert "tokens_per_parameter=2 asks for 25 passes over the text, but at most 10 are made" in caplog.text
     assert partial(Experiment.steps_of, SimpleNamespace(config=replace(config, max_steps=7)))(10_000) == 7
+    config.own.epochs = 40  # as many as are asked for, and of no number of rows that is not known yet
+    assert steps(10_000, n_rows=8) == 40 * 8 / (4 * 5)
+    assert steps(10_000) == 2 * 10_000 / (4 * 5 * 100)
 
 
 def test_hours_become_steps_after_the_first_ones_and_stay(tmp_path, monkeypatch):
