@@ -9,6 +9,7 @@ that Hydra group (`corpus=stdlib`). `method=<exported folder>` is the method tha
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import importlib.metadata
 import io
@@ -43,7 +44,7 @@ from spectrain.config.overrides import is_file_of, quoted
 from spectrain.config.words import did_you_mean
 from spectrain.errors import AllRanksError, FinishedRun, LostRankError, UserError, nearest
 from spectrain.stores.files import naming_a_full_disk
-from spectrain.stores.named import check_names
+from spectrain.stores.named import check_model, check_names
 from spectrain.stores.signals import EXIT_CODES, SIGNALS, Terminated
 from spectrain.terminal import open_streams, stage
 
@@ -183,6 +184,8 @@ def expand_shorthands(arguments: Sequence[str], name: str) -> list[str]:
         if is_here and is_file_of("method", value):
             log.warning("%s is a method and a folder here: the method is taken; ./%s is the folder", value, value)
         elif is_method and (is_here or "/" in value):
+            if not Path(value).exists():
+                raise UserError(f"method={value} does not exist; give the name of a method, or an exported folder")
             from spectrain.models.artifacts import decoded_by  # here: it imports torch
 
             chosen, options = decoded_by(Path(value))
@@ -205,6 +208,7 @@ def expand_shorthands(arguments: Sequence[str], name: str) -> list[str]:
         expanded.append(argument)
     typed = dict(argument.partition("=")[::2] for argument in arguments)
     if name == "generate" and "method" not in typed and re.match(r"[^[,]+$", typed.get("drafter", "")):
+        check_model("drafter", typed["drafter"])
         from spectrain.methods.options import method_with  # here: it imports torch
 
         expanded.insert(0, f"method={method_with(typed['drafter'])}")
@@ -290,6 +294,8 @@ def interruptible(then: str = "again") -> Iterator[None]:
         said = isinstance(error, SystemExit) and error.code in EXIT_CODES
         if not asked or said:
             raise
+        # Libraries report at exit what an interrupted command has left.
+        atexit.register(os.dup2, os.open(os.devnull, os.O_WRONLY), 2)
         raise SystemExit(SIGNALS.say(then, terminated=isinstance(error, Terminated))) from None
 
 
