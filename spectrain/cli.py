@@ -41,6 +41,7 @@ from spectrain import config
 from spectrain.config import COMMANDS, conf_dir, help, overrides, papers
 from spectrain.config.fields import flat
 from spectrain.config.overrides import is_file_of, quoted
+from spectrain.config.training import EXPERIMENTS
 from spectrain.config.words import did_you_mean
 from spectrain.errors import AllRanksError, FinishedRun, LostRankError, UserError, nearest
 from spectrain.stores.files import naming_a_full_disk
@@ -104,13 +105,16 @@ def run(module: str) -> None:
     if name == "train":  # beside another process, threads that spin for long make it several times slower
         os.environ.setdefault("GOMP_SPINCOUNT", SPIN_ROUNDS)  # OpenMP, which torch loads, reads it once
     failed: list[str] = []  # jobs of a sweep
-    jobs: list[tuple[str, str, float]] = []  # of a sweep: options, result, seconds
+    jobs: list[tuple[list[str], str, float]] = []  # of a sweep: options, result, seconds
 
     def job(cfg: DictConfig) -> None:
         began_s, n_failed, said = time.monotonic(), len(failed), "finished before"
         with one_sentence(name, failed if in_multirun() else None):  # within it: Hydra would print an error of its own
             try:
                 options = config.options_of(name, cfg)
+                if not getattr(options, "experiment", name):
+                    known = " or ".join(f"+exp={one}" for one in EXPERIMENTS)
+                    raise UserError(f"nothing to train; give {known}")
                 check_names(config.paths_of(name), options)
                 with stage("starting"):
                     main = importlib.import_module(module).main
@@ -122,7 +126,7 @@ def run(module: str) -> None:
                     sys.modules["wandb"].finish(exit_code=int(sys.exc_info()[0] is not None))
         if in_multirun():
             said = "failed, see below" if len(failed) > n_failed else said
-            jobs.append((" ".join(HydraConfig.get().overrides.task), said, time.monotonic() - began_s))
+            jobs.append(([*HydraConfig.get().overrides.task], said, time.monotonic() - began_s))
 
     with SIGNALS.answered(), one_sentence(name):
         config.register()
@@ -131,9 +135,9 @@ def run(module: str) -> None:
             compose_and_run(name, job)
         finally:  # not after each job of a multirun: DeepSpeed keeps its groups for the life of a process
             leave_ranks()
-        width = max((len(options) for options, _, _ in jobs), default=0)
-        for options, result, elapsed_s in jobs if rank() == 0 and len(jobs) > 1 else ():
-            print(f"{options:<{width}}  {elapsed_s:6.0f} s  {result}")
+        common = set.intersection(*(set(options) for options, _, _ in jobs)) if len(jobs) > 1 else set()
+        for options, result, elapsed_s in jobs if len(jobs) > 1 and rank() == 0 else ():
+            print(f"{' '.join(one for one in options if one not in common):<40}  {elapsed_s:6.0f} s  {result}")
         if failed:
             raise UserError(f"{len(failed)} of the jobs failed: {'; '.join(failed)}")
 

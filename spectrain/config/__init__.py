@@ -21,7 +21,6 @@ from spectrain.config import commands, training
 from spectrain.config.fields import described, plain, typed, types_by_name, types_of
 from spectrain.config.groups import Artifacts, Corpus, Sampling, Target
 from spectrain.config.values import PATH, parts_of
-from spectrain.errors import UserError
 
 __all__ = ["COMMANDS", "GROUPS", "Target", "conf_dir", "described", "options_of", "paths_of", "plain", "register"]
 
@@ -95,8 +94,6 @@ def options_of(command: str, cfg: DictConfig) -> object:
     """Return the options of a command as an object of its class. Raises UserError where a value is wrong."""
     kind, _ = COMMANDS[command]
     values = OmegaConf.to_container(cfg, resolve=True, throw_on_missing=True)
-    if kind is training.Train and not values["experiment"]:
-        raise UserError(f"nothing to train; give {' or '.join(f'+exp={name}' for name in training.EXPERIMENTS)}")
     return training_of(values) if kind is training.Train else typed(values, kind)
 
 
