@@ -165,7 +165,7 @@ def test_a_prompt_is_taken_literally(text):
 def test_a_path_is_taken_as_it_is_typed():
     for name in ("/some/folder", "org/model-1b", "lr=0.1", "run(2)", "a b", "b: c"):
         assert options("generate", f"target={name}").target.path == name
-        assert options("generate", f"drafter={name}").drafter == name
+        assert options("generate", "method=spire", f"drafter={name}").drafter == name
         assert options("train", "+exp=spire", f"init={name}", f"corpus={name}").corpus.path == name
     assert options("bench", "drafter=[a,b]").drafter == ["a", "b"]
     assert options("generate", "target=bundled").target.path == "pystdlib-8l"

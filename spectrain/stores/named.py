@@ -40,8 +40,8 @@ def check_names(paths: Collection[str], options: object) -> None:
     known = ["all", *known, *(vars(options).get("variants") or ())]
     for one in [asked] if isinstance(asked, str) else asked:
         if one not in known and not Path(one).exists():
-            hint = f"; choose among {', '.join(known)}, or give a folder"
-            raise UserError(f"methods={one} is unknown{nearest(one, known) or hint}")
+            ways = f"; choose among {', '.join(known)}, or give a folder"
+            raise UserError(f"methods={one} is unknown{nearest(one, known)}{ways}")
 
 
 def check_model(option: str, name: str) -> None:
