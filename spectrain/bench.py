@@ -184,7 +184,7 @@ def recommend(options: Bench, sampling: Sampling) -> None:
         console.print(said, markup=False, highlight=False, soft_wrap=True)
     say_how(options, settings, drafters, asked[0] if is_chat else None)
     if not trained:
-        say_next("train", {"+exp": SUGGESTED, **typed_target(), "plan": "true"})
+        say_next("train", {"+exp": SUGGESTED, **typed_target(options), "plan": "true"})
 
 
 def halve(

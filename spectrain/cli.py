@@ -130,6 +130,8 @@ def run(module: str) -> None:
 
     with SIGNALS.answered(), one_sentence(name):
         config.register()
+        for drafter in (one for one in arguments if name == "generate" and re.match(r"drafter=[^[,]+$", one)):
+            check_model(*drafter.split("=", 1))  # before its kind is looked for, which takes torch
         sys.argv[1:] = flags_first(expand_shorthands(arguments, name))
         try:
             compose_and_run(name, job)
@@ -212,7 +214,6 @@ def expand_shorthands(arguments: Sequence[str], name: str) -> list[str]:
         expanded.append(argument)
     typed = dict(argument.partition("=")[::2] for argument in arguments)
     if name == "generate" and "method" not in typed and re.match(r"[^[,]+$", typed.get("drafter", "")):
-        check_model("drafter", typed["drafter"])
         from spectrain.methods.options import method_with  # here: it imports torch
 
         expanded.insert(0, f"method={method_with(typed['drafter'])}")

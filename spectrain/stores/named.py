@@ -17,7 +17,7 @@ DATA = {"corpus.path", "corpus.decontaminate", "prompts", "decontaminate", "cali
 SURELY_A_PATH = re.compile(r"[/~].*|\.\.?/.*|[^:]*\.(json|jsonl|parquet|csv|txt|md|py)")
 NO_PATHS = ("auto", "pruned", "random")
 HUB_TIMEOUT_S = 10
-HUB_ID = re.compile(r"\w[\w.-]*(/[\w.-]+)?")  # the first models have no owner
+HUB_ID = re.compile(r"\w[\w.-]*(/[\w.-]+)?")  # the first models have no owner; no drafter is one of them
 
 
 def check_names(paths: Collection[str], options: object) -> None:
@@ -48,7 +48,7 @@ def check_model(option: str, name: str) -> None:
     """Raise UserError unless a model's folder exists, comes with spectrain, is in the hub's cache, or on the hub."""
     if Path(name).exists() or name in MADE or bundled_folder(name) is not None:
         return
-    if not HUB_ID.fullmatch(name):
+    if not HUB_ID.fullmatch(name) or ("/" not in name and option != "target"):
         raise UserError(f"{option}={name} does not exist; give an existing folder or a Hugging Face id")
     from huggingface_hub import HfApi, try_to_load_from_cache  # here: most names are folders
 
