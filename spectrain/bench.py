@@ -65,12 +65,13 @@ log = logging.getLogger(__name__)
 DECODING = ("seed", "verification", "max_length")  # options that all methods decode with
 
 
-def main(options: Bench) -> None:
+def main(options: Bench) -> str | None:
+    """Measure, and return the result in a few words, which a sweep shows."""
     sampling = Sampling(**vars(options.sampling))
     check(options)
     if options.minutes is not None:
         recommend(options, sampling)
-        return
+        return None
     methods = configured(options)
     asked = questions.read_questions(options.prompts, options.limit)
     # What a resumed run must share with its beginning, though no option names it: defaults of methods, the questions.
@@ -78,13 +79,13 @@ def main(options: Bench) -> None:
     measured = {"methods": of_methods, "questions": questions.digest(asked)}
     config = plain(options) | {"run_dir": options.out, "measured": measured}
     with RunFolder.claim(config, result="results.json") as run:
-        measure(options, run, sampling, methods, asked)
+        return measure(options, run, sampling, methods, asked)
 
 
 def measure(
     options: Bench, run: RunFolder, sampling: Sampling, methods: Mapping[str, DictConfig], asked: Sequence[Question]
-) -> None:
-    """Measure the questions that `run` lacks, and write and show its results."""
+) -> str | None:
+    """Measure the questions that `run` lacks, write and show its results, and return the speedups."""
     target = open_target(options.target, all_ranks=True)
     prompt_ids = partial(question_ids, target.tokenizer, chat=options.chat)
     prompt_ids(asked[0], [])  # a wrong chat= is refused before anything is measured
@@ -123,7 +124,7 @@ def measure(
         why = next(row.error for row in rows if row.method == registry.BASELINE)
         raise UserError(f"no question was answered ({why}); see {run.path}/questions.jsonl")
     if not target.leads:
-        return
+        return None
     results = known | {
         "methods": next(iter(by_batch.values())),
         "by_batch": by_batch if len(by_batch) > 1 else None,
@@ -134,14 +135,17 @@ def measure(
     with stage("writing the report"):
         write_report(run.path / "report.html", results, [dataclasses.asdict(row) for row in rows])
     run.finish(results)
+    speedups = {name: one["speedup"] for name, one in results["methods"].items() if one["speedup"]}
+    said = ", ".join(f"{name} {value:.2f}x" for name, value in speedups.items() if name != registry.BASELINE)
     if options.json:
         print(json_line(results), end="")
-        return
+        return said
     console = result_console()
     for part in terminal_tables(results, console.width):
         console.print(part, "")
     console.print(f"{run.path}/results.json, questions.jsonl, report.html", style="dim")
     say_next("report", {"runs": run.path.parent, "out": "report.html"})
+    return said
 
 
 def recommend(options: Bench, sampling: Sampling) -> None:
@@ -180,7 +184,7 @@ def recommend(options: Bench, sampling: Sampling) -> None:
         console.print(said, markup=False, highlight=False, soft_wrap=True)
     say_how(options, settings, drafters, asked[0] if is_chat else None)
     if not trained:
-        say_next("train", {"+exp": SUGGESTED, **typed_target(), "plan": "true"})
+        say_next("train", {"+exp": SUGGESTED, **typed_target(options), "plan": "true"})
 
 
 def halve(
@@ -228,7 +232,7 @@ def say_how(
     prompt = PROMPTS[asked is not None] if asked is None or len(asked.turns[0]) >= 100 else asked.turns[0]
     first = {one["recommended"]: one for one in settings if one["batch_size"] == settings[0]["batch_size"]}
     for name, setting in first.items():
-        use = {"method": name, **typed_target()}
+        use = {"method": name, **typed_target(options)}
         for option in FOLDERS:
             if own := [folder for folder in names(getattr(options, option)) if folder in drafters[name].method.folders]:
                 use[option] = own[0] if len(own) == 1 else f"[{','.join(own)}]"
@@ -237,14 +241,14 @@ def say_how(
         say_next("generate", use | {"prompt": prompt})
         if asked:
             say_next("chat", use)
-        if not use.keys() & set(FOLDERS):  # which serve finds by itself, or takes in place of a name
-            say_next("serve", {"methods": use.pop("method"), **use})
+        say_next("serve", {"methods": use.pop("method"), **use})
 
 
-def typed_target() -> dict[str, str]:
-    """Return the target's options as they were typed."""
+def typed_target(options: Bench) -> dict[str, str]:
+    """Return the target, and its other options as they were typed."""
     pairs = (argument.partition("=")[::2] for argument in shlex.split(TYPED_COMMAND.get() or ""))
-    return {name: value for name, value in pairs if name.partition(".")[0] == "target" and value}
+    others = {name: value for name, value in pairs if name.startswith("target.") and value}
+    return {"target": options.target.path} | {name: one for name, one in others.items() if name != "target.path"}
 
 
 def decoders_of(

@@ -9,6 +9,7 @@ that Hydra group (`corpus=stdlib`). `method=<exported folder>` is the method tha
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import importlib.metadata
 import io
@@ -21,7 +22,7 @@ import shlex
 import sys
 import time
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -37,10 +38,14 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import MissingMandatoryValue, OmegaConfBaseException
 
 from spectrain import config
-from spectrain.config import COMMANDS, conf_dir, help, papers
+from spectrain.config import COMMANDS, conf_dir, help, overrides, papers
 from spectrain.config.fields import flat
+from spectrain.config.overrides import is_file_of, quoted
+from spectrain.config.training import EXPERIMENTS
+from spectrain.config.words import did_you_mean
 from spectrain.errors import AllRanksError, FinishedRun, LostRankError, UserError, nearest
 from spectrain.stores.files import naming_a_full_disk
+from spectrain.stores.named import check_model, check_names
 from spectrain.stores.signals import EXIT_CODES, SIGNALS, Terminated
 from spectrain.terminal import open_streams, stage
 
@@ -52,10 +57,6 @@ log = logging.getLogger(__name__)
 HELP = {"-h", "--help"}
 RANK_ZERO_SPEAKS_WITHIN_S = 5.0
 SHORTHANDS = {"target": "target.path", "corpus": "corpus.path"}
-FREE_TEXT = ("prompt", "system")
-QUOTED = r"""(?:"(?:\\.|[^"])*"|'(?:\\.|[^'])*')"""
-NO_QUOTES = rf"{QUOTED}|(?!(?i:true|false|nan|inf)$)[A-Za-z_./][A-Za-z0-9_./-]*"  # what Hydra reads as typed
-ONE_OF_SEVERAL = rf"\s*{QUOTED}\s*(?=,|$)|(?:\([^)]*\)|\[[^]]*\]|\{{[^}}]*\}}|[^,])+"  # values between commas
 SPIN_ROUNDS = "1000"  # of a waiting thread, some ten microseconds, before it sleeps and leaves its core to others
 PIPE_CLOSED = 141  # exit code of other tools whose stdout ends at a reader that has left
 UNHELPFUL_WARNINGS = (
@@ -97,34 +98,48 @@ def run(module: str) -> None:
     name, arguments = module.rpartition(".")[2], sys.argv[1:]
     if HELP & set(arguments):
         with one_sentence(name):
-            help.show_options(name, arguments)
+            help.show_options(name, overrides.in_our_words(arguments, name))
         raise SystemExit
     config.TYPED_COMMAND.set(shlex.join(["python", "-m", module, *arguments]))
     os.environ.setdefault("HYDRA_FULL_ERROR", "1")  # Hydra raises its errors then, where it would print them
     if name == "train":  # beside another process, threads that spin for long make it several times slower
         os.environ.setdefault("GOMP_SPINCOUNT", SPIN_ROUNDS)  # OpenMP, which torch loads, reads it once
     failed: list[str] = []  # jobs of a sweep
+    jobs: list[tuple[list[str], str, float]] = []  # of a sweep: options, result, seconds
 
     def job(cfg: DictConfig) -> None:
+        began_s, n_failed, said = time.monotonic(), len(failed), "finished before"
         with one_sentence(name, failed if in_multirun() else None):  # within it: Hydra would print an error of its own
             try:
                 options = config.options_of(name, cfg)
+                if not getattr(options, "experiment", name):
+                    known = " or ".join(f"+exp={one}" for one in EXPERIMENTS)
+                    raise UserError(f"nothing to train; give {known}")
+                check_names(config.paths_of(name), options)
                 with stage("starting"):
                     main = importlib.import_module(module).main
                 quiet_libraries()
-                settle_dtype(options)
-                main(options)
+                settle_target(options)
+                said = main(options) or "done"
             finally:
                 if "wandb" in sys.modules:  # in a multirun each job is a W&B run of its own
                     sys.modules["wandb"].finish(exit_code=int(sys.exc_info()[0] is not None))
+        if in_multirun():
+            said = "failed, see below" if len(failed) > n_failed else said
+            jobs.append(([*HydraConfig.get().overrides.task], said, time.monotonic() - began_s))
 
     with SIGNALS.answered(), one_sentence(name):
         config.register()
+        for drafter in (one for one in arguments if name == "generate" and re.match(r"drafter=[^[,]+$", one)):
+            check_model(*drafter.split("=", 1))  # before its kind is looked for, which takes torch
         sys.argv[1:] = flags_first(expand_shorthands(arguments, name))
         try:
             compose_and_run(name, job)
         finally:  # not after each job of a multirun: DeepSpeed keeps its groups for the life of a process
             leave_ranks()
+        common = set.intersection(*(set(options) for options, _, _ in jobs)) if len(jobs) > 1 else set()
+        for options, result, elapsed_s in jobs if len(jobs) > 1 and rank() == 0 else ():
+            print(f"{' '.join(one for one in options if one not in common):<40}  {elapsed_s:6.0f} s  {result}")
         if failed:
             raise UserError(f"{len(failed)} of the jobs failed: {'; '.join(failed)}")
 
@@ -160,26 +175,29 @@ def expand_shorthands(arguments: Sequence[str], name: str) -> list[str]:
         UserError: an argument has no name, or would remove an option.
     """
     (_, groups), paths, expanded = COMMANDS[name], config.paths_of(name), []
-    quote = quoted_path if {"-m", "--multirun"}.isdisjoint(arguments) else quoted_paths
+    quote = overrides.quoted_path if overrides.MULTIRUN.isdisjoint(arguments) else overrides.quoted_paths
+    arguments = overrides.in_our_words(arguments, name)
     for argument in arguments:
         key, _, value = argument.partition("=")
         if argument.startswith("="):
             raise UserError(f"{argument} has no name; write options as name=value")
         if argument.startswith("~"):
             raise UserError(f"{argument} would remove an option, which the command needs; give it another value")
-        if key not in FREE_TEXT and argument.encode("utf-8", "replace").decode() != argument:
+        if key not in overrides.FREE_TEXT and argument.encode("utf-8", "replace").decode() != argument:
             raise UserError(f"{argument} is no UTF-8 text; give a name that is")
         is_method = key == "method" and "method" in groups
         is_here = is_method and "/" not in value and (Path(value) / "spectrain.json").is_file()
         if is_here and is_file_of("method", value):
             log.warning("%s is a method and a folder here: the method is taken; ./%s is the folder", value, value)
         elif is_method and (is_here or "/" in value):
+            if not Path(value).exists():
+                raise UserError(f"method={value} does not exist; give the name of a method, or an exported folder")
             from spectrain.models.artifacts import decoded_by  # here: it imports torch
 
             chosen, options = decoded_by(Path(value))
-            expanded[:0] = [f"++method.{option}={as_override(one)}" for option, one in options.items()]
+            expanded[:0] = [f"++method.{option}={overrides.as_override(one)}" for option, one in options.items()]
             argument = f"method={chosen}"
-        elif key in FREE_TEXT:
+        elif key in overrides.FREE_TEXT:
             argument = f"{key}={quoted(value)}"
         else:
             if key in SHORTHANDS and value not in ("", "null") and not (key in groups and is_file_of(key, value)):
@@ -203,14 +221,6 @@ def expand_shorthands(arguments: Sequence[str], name: str) -> list[str]:
     return papers.with_paper(first, name)
 
 
-def is_group(name: str) -> bool:
-    return (conf_dir() / name).is_dir() or any(name == group for group, _ in config.GROUPS)
-
-
-def is_file_of(group: str, name: str) -> bool:
-    return (group, name) in config.GROUPS or (conf_dir() / group / f"{name}.yaml").is_file()
-
-
 def flags_first(arguments: list[str]) -> list[str]:
     """Put Hydra's own flags before the options: it reads none behind `name=value name=value -m name=value`.
 
@@ -229,33 +239,6 @@ def flags_first(arguments: list[str]) -> list[str]:
         why = said.getvalue().splitlines()[-1].partition("error: ")[2]
         raise UserError(f"{why}; write options as name=value") from None
     return arguments
-
-
-def quoted(text: str) -> str:
-    """Quote text for Hydra's override grammar, whose syntax has parentheses, colons and dollars."""
-    text = text.replace("${", "\\${")  # no interpolation
-    return '"' + re.sub(r'(\\*)("|$)', lambda m: 2 * m[1] + ("\\" + m[2] if m[2] else ""), text) + '"'
-
-
-def quoted_path(value: str) -> str:
-    """Quote a path, or each one in `[a,b]`. What stands in quotes already is left so."""
-    if re.fullmatch(NO_QUOTES, value):
-        return value
-    return f"[{quoted_paths(value[1:-1])}]" if value[:1] + value[-1:] == "[]" else quoted(value)
-
-
-def quoted_paths(values: str) -> str:
-    """Quote each one of several paths between commas."""
-    return ",".join(quoted_path(one.strip()) for one in re.findall(ONE_OF_SEVERAL, values))
-
-
-def as_override(value: object) -> str:
-    """A plain value in Hydra's override grammar."""
-    if isinstance(value, Mapping):
-        return "{" + ",".join(f"{key}:{as_override(entry)}" for key, entry in value.items()) + "}"
-    if isinstance(value, list):
-        return f"[{','.join(map(as_override, value))}]"
-    return quoted(value) if isinstance(value, str) else json.dumps(value)
 
 
 @contextlib.contextmanager
@@ -316,6 +299,8 @@ def interruptible(then: str = "again") -> Iterator[None]:
         said = isinstance(error, SystemExit) and error.code in EXIT_CODES
         if not asked or said:
             raise
+        # Libraries report at exit what an interrupted command has left.
+        atexit.register(os.dup2, os.open(os.devnull, os.O_WRONLY), 2)
         raise SystemExit(SIGNALS.say(then, terminated=isinstance(error, Terminated))) from None
 
 
@@ -324,10 +309,8 @@ def hydra_sentence(error: HydraException, name: str, arguments: list[str]) -> st
     text = str(error)
     if found := re.match(r"Could not override '([^']+)'", text):
         wrong = found[1]
-        if wrong == "exp" and name == "train":
-            return f"{wrong} must be written with a plus sign here: +{wrong}=..."
         others = [one for one in option_names(name, arguments) if one != wrong]  # which is a group of other commands
-        return f"unknown option: {wrong}{nearest(wrong, others) or '; --help lists all options'}"
+        return f"unknown option: {wrong}{did_you_mean(wrong, others) or '; --help lists all options'}"
     options = r"Could not find '([^']+)/([^'/]+)'\s+Available options in '[^']+':\s+(.*?)\s*Config"
     if found := re.search(options, text, re.DOTALL):
         known = found[3].split()
@@ -340,7 +323,7 @@ def hydra_sentence(error: HydraException, name: str, arguments: list[str]) -> st
 
 def option_names(name: str, arguments: list[str]) -> list[str]:
     """List all options of a command, in dotted form, with the groups (`+exp=spire`) that the arguments choose."""
-    groups = [a for a in arguments if "=" in a and is_group(a.split("=")[0].lstrip("+"))]
+    groups = [a for a in arguments if "=" in a and overrides.is_group(a.split("=")[0].lstrip("+"))]
     for chosen in (groups, []):
         with contextlib.suppress(HydraException):  # a sweep over a group, or a group that is wrong, too
             return [*COMMANDS[name][1], *dict(flat(OmegaConf.to_container(composed(name, *chosen))))]
@@ -406,13 +389,22 @@ def quiet_libraries() -> None:
     warnings.filterwarnings("ignore", category=FutureWarning, module="torch.distributed")  # of what DeepSpeed calls
 
 
-def settle_dtype(options: object) -> None:
-    """Replace `target.dtype=auto`, by which stores and results are named; a training does so for all its options."""
-    target = getattr(options, "target", None)
-    if isinstance(target, config.Target) and not hasattr(options, "trainer"):
-        import torch  # here: this module imports no torch
+def settle_target(options: object) -> None:
+    """Replace a target that is left open, and `target.dtype=auto`, by which stores and results are named.
 
-        from spectrain.models.packages import dtype_of
+    A training settles the dtype with all its options. Where the bundled target is taken unasked, that is said.
+    """
+    target = getattr(options, "target", None)
+    if not isinstance(target, config.Target):
+        return
+    from spectrain.models.packages import default_target, dtype_of  # here: this module imports no torch
+
+    if target.path is None:
+        target.path = default_target()
+    elif not any(one.startswith("target") for one in HydraConfig.get().overrides.task):
+        log.info("target=%s, which comes with spectrain; target=<folder or id> takes another", target.path)
+    if not hasattr(options, "trainer"):
+        import torch
 
         target.dtype = dtype_of(vars(target), torch.cuda.is_available())
 

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import difflib
+import re
 import sys
 from collections.abc import Iterable
+from functools import partial
 
 SHOWN_CHARACTERS = 80  # of a wrong value
 LARGEST = sys.float_info.max
+ALIKE = 0.6  # see `likeness`
 
 
 class UserError(ValueError):
@@ -70,5 +73,18 @@ def check_choice(name: str, value: object, choices: Iterable[str]) -> None:
 
 def nearest(word: object, known: Iterable[str]) -> str:
     """Return "; did you mean ...?" with the known word that is most like a wrong one, or "" if none is."""
-    near = difflib.get_close_matches(shown(word), list(known), n=1, cutoff=0.5)
-    return f"; did you mean {near[0]}?" if near else ""
+    near = closest(shown(word), known)
+    return f"; did you mean {near}?" if near else ""
+
+
+def closest(word: str, known: Iterable[str]) -> str:
+    """Return the known word that is most like another one, or "" if none is."""
+    near = max(known, key=partial(likeness, word), default="")
+    return near if likeness(word, near) >= ALIKE else ""
+
+
+def likeness(word: str, known: str) -> float:
+    """Return how alike two names are, from 0 to 1. A part of a known one, as of `data.row_tokens`, counts less."""
+    whole, *parts = known, known.rpartition(".")[2], *re.split(r"[._]", known)
+    ratios = [difflib.SequenceMatcher(None, word, one).ratio() for one in (whole, *parts)]
+    return max(ratios[0], 0.95 * ratios[1], *(0.8 * one for one in ratios[2:]))

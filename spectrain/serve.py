@@ -18,6 +18,7 @@ import logging
 import os
 import signal
 import socket
+from collections.abc import Sequence
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
@@ -28,9 +29,10 @@ import uvicorn
 from spectrain.cli import open_target
 from spectrain.config import plain
 from spectrain.config.commands import Serve
-from spectrain.decoding import Sampling
+from spectrain.decoding import Drafter, Sampling
 from spectrain.errors import UserError
-from spectrain.methods.registry import load_method
+from spectrain.methods.options import given_artifacts
+from spectrain.methods.registry import build_methods, load_method, method_config, method_names
 from spectrain.serving.access import Access
 from spectrain.serving.connection import Connection
 from spectrain.serving.request_log import TrafficLog
@@ -72,7 +74,7 @@ def main(options: Serve) -> None:
         names = options.methods if isinstance(options.methods, list) else [options.methods]
         if len({Path(name).name for name in names}) < len(names):
             raise UserError(f"methods={names} have one name twice, by which requests could not choose; rename a folder")
-        methods = {Path(name).name: load_method(name, target) for name in names}
+        methods = opened(options, names, target)
         traffic = traffic_log(options, target) if options.log_responses is not None else None
         worker = open_worker(target, methods, options.batch_size, memory=options.memory, max_length=options.max_length)
         log.info("warming up: %s", ", ".join(methods))
@@ -95,6 +97,13 @@ def main(options: Serve) -> None:
         if traffic is not None:
             traffic.close()
     raise Terminated if SIGNALS.first == signal.SIGTERM else KeyboardInterrupt
+
+
+def opened(options: Serve, names: Sequence[str], target: TargetModel) -> dict[str, Drafter]:
+    """Open the methods, with the folders that the user gave, by the names by which requests choose."""
+    known = {name: method_config(name) for name in names if name in method_names()}
+    built, _ = build_methods(known, given_artifacts(options.drafter, options.head, options.datastore), target, False)
+    return {Path(name).name: built[name] if name in built else load_method(name, target) for name in names}
 
 
 def traffic_log(options: Serve, target: TargetModel) -> TrafficLog:

@@ -46,9 +46,8 @@ from spectrain.models.kinds import drafters
 from spectrain.stores.files import json_line, read_json, write_json
 from spectrain.stores.folder import MANIFEST
 from spectrain.stores.locations import CHECKPOINTS
-from spectrain.stores.signals import IS_STAGE
 from spectrain.target import fingerprint
-from spectrain.terminal import result_console, say_next
+from spectrain.terminal import IS_STAGE, result_console, say_next
 from spectrain.training.runs import RunFolder
 
 log = logging.getLogger(__name__)
@@ -189,7 +188,7 @@ class Stages:
         result_console().print(said, style="dim", highlight=False, soft_wrap=True)
         began_s, before_s, noted_s = time.monotonic(), self.seconds.get(stage, 0.0), 0.0
         with ExitStack() as held:
-            stream = into and held.enter_context(into.with_suffix(".partial").open("w"))
+            stream = into and held.enter_context(into.with_suffix(".partial").open("w", encoding="utf-8"))
             command = [sys.executable, "-m", module_of(name), *arguments]
             ranks = [subprocess.Popen(command, env=one, stdout=stream) for one in self.environments(n_ranks)]
             held.callback(end, ranks)

@@ -29,18 +29,19 @@ from rich.markup import escape
 from rich.progress import BarColumn, Progress, SpinnerColumn, Task, TimeElapsedColumn, TimeRemainingColumn
 from rich.text import Text
 
-from spectrain.config import Target
-from spectrain.stores.signals import IS_STAGE
-
 log = logging.getLogger(__name__)
 
+IS_STAGE = "SPECTRAIN_STAGE"  # set: this process is a stage of `spectrain speedup`, which speaks for it
 LOG_AFTER_S, LOG_EVERY_S = 2.0, 15.0
 FRAMES_PER_S = 2  # drawing takes a millisecond, in which no Python of the stage runs
 PROMPTS = {False: "def read_config(path):", True: "Explain what a draft model is."}  # whether it is a chat model
 
 Advance = Callable[..., None]  # (units=1, note=""): so many more units are done; what stands behind the bar
 
+Listener = Callable[[str, float | None], None]  # (what, done): what is being done, and how much of it, 0 to 1
+
 _lines: ContextVar[Progress | None] = ContextVar("lines", default=None)  # of the stages that are going on
+_listener: ContextVar[Listener | None] = ContextVar("listener", default=None)  # who is told of each stage
 
 
 class _Bar(BarColumn):
@@ -62,6 +63,7 @@ def stage(what: str, total: float | None = None, shown: bool = True) -> Iterator
     Yields:
         `advance(units=1, note="")`, to be called when more of the units are done.
     """
+    listener = (_listener.get() if shown else None) or (lambda what, done: None)
     shown = shown and log.isEnabledFor(logging.INFO)
     on_terminal = shown and sys.stderr.isatty()
     outer = _lines.get()
@@ -76,12 +78,14 @@ def stage(what: str, total: float | None = None, shown: bool = True) -> Iterator
     timer.daemon = True
 
     began_s = logged_s
+    listener(what, 0.0 if total else None)
 
     def advance(units: float = 1, note: str = "") -> None:
         nonlocal done, logged_s
         done += units
         far = ", ".join(filter(None, [f"{done / total:.0%}" if total else "", note]))
         lines.update(task, completed=done, note=escape(far))
+        listener(what, done / total if total else None)
         if shown and not on_terminal and time.monotonic() - logged_s > LOG_EVERY_S:
             logged_s = time.monotonic()
             left = f", {(logged_s - began_s) * (total / done - 1):.0f} s left" if total and done else ""
@@ -97,6 +101,26 @@ def stage(what: str, total: float | None = None, shown: bool = True) -> Iterator
         timer.cancel()
         lines.remove_task(task)
         _lines.reset(token)
+
+
+@contextlib.contextmanager
+def speaking(quiet: bool, listener: Listener | None) -> Iterator[None]:
+    """Let a program see the stages and the log of the block as commands show them, if it has set up no log of its own.
+
+    `quiet` silences them, and from then on what this package logs below an error; else `listener` is told of stages.
+    """
+    ours, handler = logging.getLogger(__package__), logging._StderrHandler()  # of sys.stderr as it is then
+    before = logging.ERROR if quiet else ours.level
+    if quiet or not ours.hasHandlers():
+        ours.addHandler(handler)
+        ours.setLevel(logging.ERROR if quiet else logging.INFO)
+    token = _listener.set(None if quiet else listener)
+    try:
+        yield
+    finally:
+        _listener.reset(token)
+        ours.removeHandler(handler)
+        ours.setLevel(before)
 
 
 def open_streams() -> None:
@@ -123,11 +147,10 @@ def result_console(columns: int = 100, **options: object) -> Console:
 def say_next(command: str, options: Mapping[str, object]) -> None:
     """Print the line to type next, with values in quotes where a shell needs them.
 
-    Options that are None are left out, and so is the bundled target. A stage of another command prints nothing.
+    Options that are None are left out. A stage of another command prints nothing.
     """
     if os.environ.get(IS_STAGE):
         return
-    given = {name: one for name, one in options.items() if one is not None and (name, one) != ("target", Target().path)}
-    words = [f"{name}={shlex.quote(str(value))}" for name, value in given.items()]
+    words = [f"{name}={shlex.quote(str(value))}" for name, value in options.items() if value is not None]
     line = " ".join(["next: spectrain", command, *words])
     Console(highlight=False).print(Text(line, style="dim"), soft_wrap=True)

@@ -26,6 +26,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from statistics import mean
 
 from lightning import Trainer, seed_everything
 from lightning.pytorch.utilities import rank_zero_only
@@ -33,7 +34,7 @@ from rich.console import Console
 from torch import Tensor
 
 from spectrain.cli import in_multirun, open_target
-from spectrain.config.training import EXPERIMENTS, SUGGESTED, Train
+from spectrain.config.training import SUGGESTED, Train
 from spectrain.data.texts import OF_RESPONSES
 from spectrain.decoding import Drafter
 from spectrain.decoding.text import chat_template
@@ -64,13 +65,12 @@ FEW_TOKENS = 1_000_000  # that a drafter learned from, which more of them would 
 GAP = 0.9  # of the expected tau, that a measured one reaches at least where nothing is wrong
 
 
-def main(options: Train) -> None:
-    if not options.experiment:
-        raise UserError(f"nothing to train; give {' or '.join(f'+exp={name}' for name in EXPERIMENTS)}")
+def main(options: Train) -> str | None:
+    """Train, and return the result in a few words, which a sweep shows."""
     if options.plan:
         if rank_zero_only.rank == 0:
             show_plan(settled(options))
-        return
+        return None
     started_s, asked = time.monotonic(), run_of_agent()
     try:
         with RunFolder.claim(options, settle=settled) as run:
@@ -78,16 +78,17 @@ def main(options: Train) -> None:
                 with run.export_folder(options.out):  # a folder that cannot be made is refused before the training
                     pass
             seed_everything(options.seed, verbose=False)
-            train(options, run, started_s)
+            return train(options, run, started_s)
     except FinishedRun:
         if not asked:
             raise
         run = replace(RunFolder.open(RunFolder.path_of(options)), config=options)
     if asked:
         answer_agent(run, asked)
+    return None
 
 
-def train(options: Train, run: RunFolder, started_s: float) -> None:
+def train(options: Train, run: RunFolder, started_s: float) -> str | None:
     """Train what the run's config names, then measure, export and show it.
 
     `hours` are those of all this, from `started_s` by `time.monotonic` on.
@@ -110,7 +111,7 @@ def train(options: Train, run: RunFolder, started_s: float) -> None:
     trainer = fit(run, parts, steps_of(run, experiment, parts), in_multirun(), peak, ends_s)
     group = experiment.target and experiment.target.group
     if trainer.global_rank >= (group.size if group else 1):
-        return
+        return None
     if group:
         group.agreed(None)  # rank zero has written the weights
     best, weights, steps = run.best.read(), run.best.weights(), trainer.global_step
@@ -121,12 +122,14 @@ def train(options: Train, run: RunFolder, started_s: float) -> None:
     if measurement:
         result |= measurement.of(weights, measuring_s)
     if not trainer.is_global_zero:
-        return
+        return None
     if "tau" in result:
         show([tau_table(result), speed_table(result)])
         if why := why_low(result, run.config):
             log.warning("%s", why)
-    finish(options, trainer, Export(experiment, weights, result), parts)
+    out = finish(options, trainer, Export(experiment, weights, result), parts)
+    taus = [one["value"] for one in result["tau"][measurement.method].values()] if "tau" in result else []
+    return f"tau {mean(taus):.2f}, exported to {out}" if taus else f"exported to {out}"
 
 
 def steps_of(run: RunFolder, experiment: Experiment, parts: Parts) -> int:
@@ -226,8 +229,8 @@ class Measurement:
         return measured | measure_speed(*asked)
 
 
-def finish(options: Train, trainer: Trainer, export: Export, parts: Parts) -> None:
-    """Export what was trained, and keep the run's numbers."""
+def finish(options: Train, trainer: Trainer, export: Export, parts: Parts) -> Path:
+    """Export what was trained, keep the run's numbers, and return the folder of the export."""
     run, result = export.experiment.run, export.trained
     if bins := getattr(parts.module.sums, "bins", None):
         result["reliability"] = bins
@@ -248,3 +251,4 @@ def finish(options: Train, trainer: Trainer, export: Export, parts: Parts) -> No
         prompt = PROMPTS[export.experiment.target.tokenizer.chat_template is not None]
         decoding = {"method": kind.method, kind.option: out, "target": run.config.target.path, "prompt": prompt}
         say_next("generate", decoding)
+    return out

@@ -9,6 +9,8 @@ from __future__ import annotations
 import copy
 import json
 import os
+import re
+import shlex
 import shutil
 import signal
 import sys
@@ -37,7 +39,7 @@ from transformers import (
     Qwen3ForCausalLM,
 )
 
-from spectrain import cli, train
+from spectrain import cli, config, train
 from spectrain.config.training import Train
 from spectrain.data import row_cache
 from spectrain.data.texts import train_tokenizer
@@ -263,7 +265,8 @@ def _quick_commands():
 
 @pytest.fixture(autouse=True)
 def _small_commands(monkeypatch):
-    """Fit a drafter's input on little. Fixtures of a module do not."""
+    """Fit a drafter's input on little, and decode with the bundled target by default. Fixtures of a module do not."""
+    monkeypatch.setattr("spectrain.models.packages.DEFAULT", locations.BUNDLED)
     monkeypatch.setattr("spectrain.training.drafters.FIT_TOKENS", FIT_TOKENS)
 
 
@@ -390,7 +393,11 @@ def typed(monkeypatch, capfd):
             cli.run(f"spectrain.{name}")
         except SystemExit as stop:
             code = stop.code
-        return code, *capfd.readouterr()
+        out, err = capfd.readouterr()
+        for line in re.findall("^next: spectrain (.*)", out, re.MULTILINE):  # each can be typed as it stands
+            following, *options = shlex.split(line)
+            config.options_of(following, cli.composed(following, *options))
+        return code, out, err
 
     return call
 

@@ -11,7 +11,19 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parent.parent
-COMMANDS = {"train", "generate", "chat", "serve", "recommend", "bench", "export", "report", "check", "doctor"}
+COMMANDS = {
+    "train",
+    "generate",
+    "chat",
+    "serve",
+    "recommend",
+    "speedup",
+    "bench",
+    "export",
+    "report",
+    "check",
+    "doctor",
+}
 DATA_COMMANDS = {"responses", "activations", "acceptance", "datastore", "target"}
 # Each room imports only those that stand before it, and the leaves.
 ROOMS = [

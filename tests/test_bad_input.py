@@ -30,7 +30,7 @@ MISSPELT = [
     ("generate method=spier prompt=x", "did you mean spire?"),
     ("bench methods=[lookahed] prompts=prompts.jsonl", "did you mean lookahead?"),
     (f"generate {PLD} target.dtype=float23", "did you mean float32?"),
-    ("train exp=spire", "+exp"),
+    ("train --exp spir", "did you mean spire?"),
     (f"train {SPIRE} trainer=tpu", "tpu gpu"),
     ("bench -m seed=1,2 xyzzy_plugh=3", "xyzzy_plugh --help"),
     ("serve prt=8000", "prt port"),
@@ -40,7 +40,8 @@ MISSPELT = [
     ("train kind=spire", "+exp=spire"),
     (f"train {SPIRE} own=3", "unknown own"),
     (f"train {SPIRE} +own=3", "unknown own"),
-    ("recommend method=pld", "unknown methods?"),
+    ("recommend method=pdl", "methods=pdl did you mean pld?"),
+    ("generate methods=[pld,sssd] prompt=x", "generate decodes with one method"),
 ]
 WRONG_TYPE = [
     (f"generate {PLD} max_new_tokens=foo", "max_new_tokens foo"),

@@ -132,7 +132,7 @@ def test_the_line_to_type_next_is_right_as_typed(out, capsys):
     )
     line = capsys.readouterr().out.strip()
     said, program, name, *arguments = shlex.split(line)
-    assert (said, program, name, len(arguments)) == ("next:", "spectrain", "generate", 3)
+    assert (said, program, name, len(arguments)) == ("next:", "spectrain", "generate", 4)
     found = options_of(name, composed(name, *arguments))
     assert (found.datastore, found.prompt) == (out, "a: b")
 

@@ -98,7 +98,7 @@ def test_a_drafter_is_trained_further(run, typed, small):
         "previous_state=false": "init=first has other options; give window_tokens=32 previous_state=true",
         "draft_vocab=200": "init=first has draft_vocab=100, not 200; draft_vocab=null keeps it, or give fewer",
         "draft_vocab=auto": "init=first has draft_vocab=100, not auto; draft_vocab=null keeps it, or give fewer",
-        "init=nowhere": "init=nowhere does not exist; give a folder that spectrain.train exported",
+        "init=nowhere": "init=nowhere does not exist; give an existing folder or a Hugging Face id",
     }
     for option, message in refused.items():
         code, _, err = run(*further, option, "out=refused")

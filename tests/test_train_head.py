@@ -223,10 +223,10 @@ def test_a_vanilla_drafter_is_not_trained_from_a_store(run, shared):
 def test_a_head_asks_for_its_drafter_and_a_drafter_is_no_head(run, made):
     code, _, err = run("generate", "method=specdecpp", "prompt=x")
     assert code == 2
-    assert "holds no SpecDec++ head for this target; train one with python -m spectrain.train +exp=specdecpp" in err
+    assert "holds no SpecDec++ head for this target; train one with spectrain train +exp=specdecpp target=" in err
     code, _, err = run("generate", "method=specdecpp", f"head={made / 'vanilla'}", "prompt=x")
     assert code == 2
-    assert "is a vanilla drafter; give one made by python -m spectrain.train +exp=specdecpp" in err
+    assert "is a vanilla drafter; give one made by spectrain train +exp=specdecpp" in err
     code, _, err = run("generate", "method=pld", f"head={made / 'vanilla'}", "prompt=x")
     assert code == 2
     assert "which none of the methods takes" in err

@@ -12,13 +12,15 @@ from contextvars import ContextVar
 from dataclasses import asdict, replace
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 from hydra.core.config_store import ConfigStore
 from omegaconf import DictConfig, OmegaConf
 
 from spectrain.config import commands, training
-from spectrain.config.fields import described, path_options, plain, typed, types_of
+from spectrain.config.fields import described, plain, typed, types_by_name, types_of
 from spectrain.config.groups import Artifacts, Corpus, Sampling, Target
+from spectrain.config.values import PATH, parts_of
 
 __all__ = ["COMMANDS", "GROUPS", "Target", "conf_dir", "described", "options_of", "paths_of", "plain", "register"]
 
@@ -29,12 +31,12 @@ TYPED_COMMAND: ContextVar[str | None] = ContextVar("typed_command", default=None
 
 # The class of each command, and the groups that it is composed from, with the file of conf/ that is taken by default.
 COMMANDS: dict[str, tuple[type, dict[str, str | None]]] = {
-    "generate": (commands.Generate, {"target": "bundled", "method": training.SUGGESTED, "sampling": "greedy"}),
-    "chat": (commands.Chat, {"method": "auto", "sampling": "greedy"}),
-    "serve": (commands.Serve, {"target": "bundled", "sampling": "t1"}),
-    "bench": (commands.Bench, {"target": "bundled", "method": None, "sampling": "greedy", "variants": "none"}),
-    "recommend": (commands.Recommend, {"target": "bundled", "sampling": "t08", "variants": "none"}),
-    "speedup": (commands.Speedup, {"target": "bundled"}),
+    "generate": (commands.Generate, {"target": "default", "method": training.SUGGESTED, "sampling": "greedy"}),
+    "chat": (commands.Chat, {"target": "default", "method": "auto", "sampling": "greedy"}),
+    "serve": (commands.Serve, {"target": "default", "sampling": "t1"}),
+    "bench": (commands.Bench, {"target": "default", "method": None, "sampling": "greedy", "variants": "none"}),
+    "recommend": (commands.Recommend, {"target": "default", "sampling": "t08", "variants": "none"}),
+    "speedup": (commands.Speedup, {"target": "default"}),
     "responses": (commands.Responses, {"target": "bundled", "method": "autoregressive", "sampling": "t1"}),
     "activations": (commands.Activations, {"target": "bundled", "corpus": "stdlib"}),
     "acceptance": (commands.Acceptance, {"target": "bundled", "sampling": None}),
@@ -64,6 +66,7 @@ PURPOSES = {  # what users want, with the commands for it; `spectrain` lists the
     "prepare targets and data": ("target", "responses", "activations", "acceptance", "datastore"),
 }
 GROUPS = {  # files of groups that are classes
+    ("target", "default"): commands.Answering,
     ("target", "bundled"): Target,
     ("sampling", "greedy"): Sampling,
     ("corpus", "stdlib"): Corpus,
@@ -114,14 +117,21 @@ def module_of(command: str) -> str:
     return f"spectrain.{command}" if (PACKAGE / f"{command}.py").is_file() else f"data_prep.{command}"
 
 
+@cache
+def types_of_command(command: str) -> dict[str, Any]:
+    """Return the types of a command's options by dotted name, for a training those of all experiments."""
+    kind, groups = COMMANDS[command]
+    found = types_by_name(kind) | (types_by_name(Artifacts, "method.") if "method" in groups else {})
+    if kind is training.Train:
+        for experiment in (*training.EXPERIMENTS.values(), kind):
+            found |= types_by_name(experiment)
+        found |= types_by_name(training.Served, "data.") | types_by_name(training.Offline, "data.")
+    return found
+
+
 def paths_of(command: str) -> set[str]:
     """Return the dotted names of a command's options that are paths."""
-    kind, groups = COMMANDS[command]
-    if kind is not training.Train:
-        of_methods = path_options(Artifacts, "method.") if "method" in groups else set()
-        return path_options(kind) | of_methods
-    of_experiments = (path_options(experiment) for experiment in training.EXPERIMENTS.values())
-    return path_options(kind).union(path_options(training.Offline, "data."), *of_experiments)
+    return {name for name, of in types_of_command(command).items() if PATH in parts_of(of)}
 
 
 def conf_dir() -> Path:

@@ -20,13 +20,22 @@ BATCH_TOKENS = option(8192, "per forward, padding included; at least one row")
 
 
 @dataclass
+class Answering(Target):
+    """The model that answers."""
+
+    path: FilePath | None = option(
+        None, "as spectrain.train has it; null: smollm2, or where it cannot be downloaded the bundled pystdlib-8l"
+    )
+
+
+@dataclass
 class Generate(Configured):
     """Stream one continuation and say what speculation gained."""
 
     prompt: str | None = option(
         None, "the text to continue, or the user's turn of a chat; @<file>: of a file; - or null: of stdin"
     )
-    target: Target = group(Target)
+    target: Answering = group(Answering)
     sampling: Sampling = group(Sampling)
     chat: bool | Literal["auto"] = CHAT
     max_new_tokens: Whole = option(160, "the most tokens of the continuation")
@@ -38,28 +47,21 @@ class Generate(Configured):
 
 
 @dataclass
-class ChatModel(Target):
-    """The model that answers."""
-
-    path: FilePath = option("smollm2", "smollm2, a bundled checkpoint, a folder, or an id on the hub")
-
-
-@dataclass
 class Chat(Configured):
     """Talk to the target, and see which tokens were drafted."""
 
     system: str | None = option(None, "what the system says first; null: nothing, or what the template has")
-    target: ChatModel = group(ChatModel)
+    target: Answering = group(Answering)
     sampling: Sampling = group(Sampling)
     max_new_tokens: Whole = option(512, "the most tokens of an answer")
     seed: Seed = SEED
 
 
 @dataclass
-class Serve:
+class Serve(Artifacts):
     """Answer requests of OpenAI's API, and show a page to chat on."""
 
-    target: Target = group(Target)
+    target: Answering = group(Answering)
     methods: Names = option(
         ["auto", "autoregressive"],
         "names of conf/method/ and exported folders; a request takes the first, unless it names another",
@@ -104,7 +106,7 @@ class Bench(Artifacts, Built):
     )
     limit: Whole | None = option(None, "questions, from the start of the file; null: all (20 without prompts)")
     chat: bool | Literal["auto"] = CHAT
-    target: Target = group(Target)
+    target: Answering = group(Answering)
     sampling: Sampling = group(Sampling)
     max_new_tokens: Whole = option(128, "the most tokens per reply")
     max_length: Several | None = MAX_LENGTH
@@ -149,7 +151,7 @@ class Speedup(Built):
     """Train a drafter for a target on your prompts, and say what it gains on some that are held back."""
 
     prompts: FilePath = option(MISSING, "chats or questions, of which the user's turns are asked: a file or a folder")
-    target: Target = group(Target)
+    target: Answering = group(Answering)
     hours: Positive = option(1.0, "that all of it takes, about")
     train: str = option(SUGGESTED, "the kind of drafter, of those that train +exp= has")
     held_out: Whole = option(24, "prompts that are held back for the measurement, but at most a fifth of them")

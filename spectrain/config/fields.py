@@ -15,7 +15,7 @@ from typing import Any, NamedTuple, TypeVar
 
 from omegaconf import MISSING
 
-from spectrain.config.values import PATH, checked, parts_of, shown, texts_of
+from spectrain.config.values import checked, parts_of, shown, texts_of
 from spectrain.errors import UserError, nearest
 
 Options = TypeVar("Options")
@@ -114,13 +114,12 @@ def described(kind: type) -> Iterator[Described]:
             yield Described(one.name, "..." if default == MISSING else shown(default), meaning + one.metadata["help"])
 
 
-def path_options(kind: type, prefix: str = "") -> set[str]:
-    """Return the dotted names of the options that are paths."""
-    found = set()
+def types_by_name(kind: type, prefix: str = "") -> dict[str, Any]:
+    """Return the types of a class's options, and of those of its groups, by dotted name."""
+    found = {}
     for name, of in types_of(kind).items():
         inner = group_of(of)
-        found |= path_options(inner, f"{prefix}{name}.") if inner else set()
-        found |= {f"{prefix}{name}"} if PATH in parts_of(of) else set()
+        found |= types_by_name(inner, f"{prefix}{name}.") if inner else {f"{prefix}{name}": of}
     return found
 
 

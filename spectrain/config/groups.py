@@ -149,4 +149,4 @@ class Hardware:
     source: str | None = option(None, "where the numbers are from")
 
 
-SEED = option(0, "prompt i draws from a generator seeded by (seed, i)")
+SEED = option(0, "random seed; prompt i uses (seed, i)")

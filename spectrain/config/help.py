@@ -28,6 +28,7 @@ TITLES = {  # of groups that have no class
     "recipe": "Options that suit a model or a machine.",
     "engine": "Drafters that an engine computes as they were trained.",
 }
+VALUES = "The values below."
 Row = tuple[str, str]  # what is typed, and what it means
 
 
@@ -52,10 +53,13 @@ def show_options(name: str, arguments: Sequence[str]) -> None:
         one = f"+exp={training.SUGGESTED} --help lists the options of one"
         _show(f"what is trained, with a plus sign ({one})", experiments)
     if experiment := GROUPS.get(("exp", chosen.get("exp"))):
-        _show(f"options of +exp={chosen['exp']}", _rows(experiment))
+        _show(
+            f"options of +exp={chosen['exp']}; [in brackets]: as in its paper or its authors' code", _rows(experiment)
+        )
     classes = {name: inner for name, of in types_of(kind).items() if (inner := group_of(of))}
     classes |= {group: of for group, of in UNTYPED.items() if group in groups}
-    own = [row for row in _rows(kind) if row[0].partition("=")[0].isidentifier()]
+    of_experiment = types_of(experiment) if experiment else ()
+    own = [row for row in _rows(kind) if (one := row[0].partition("=")[0]).isidentifier() and one not in of_experiment]
     _show("options, with their defaults", own)
     for group in dict.fromkeys([*groups, *classes, *(["recipe", "engine"] if name == "train" else [])]):
         file = chosen.get(group, groups.get(group, ""))  # None: there is nothing to change
@@ -93,7 +97,10 @@ def _rows(kind: type, prefix: str = "") -> list[Row]:
 
 def _presets(group: str, default: str | None) -> list[Row]:
     """Return the files of a group, where there is a choice, with what they say of themselves."""
-    rows = {name: "" if kind is UNTYPED.get(of) else about(kind) for (of, name), kind in GROUPS.items() if of == group}
+    if group == "target":  # whose choices are names of models
+        return []
+    own = {name: kind for (of, name), kind in GROUPS.items() if of == group}
+    rows = {name: VALUES if kind is UNTYPED.get(group) else about(kind) for name, kind in own.items()}
     rows |= {file.stem: _said(file) for file in sorted((conf_dir() / group).glob("*.yaml"))}
     rows[default] = f"{rows.get(default, '')} (default)".strip()
     return [(f"{group}={name}", said) for name, said in rows.items() if name] if len(rows) > 1 else []

@@ -158,6 +158,9 @@ class OwnBlocks:
 
     max_steps: Whole | None = option(None, "optimizer steps; null: as tokens_per_parameter says")
     tokens_per_parameter: Positive = option(0.9, "tokens per trained parameter, but at most ten passes over the text")
+    epochs: Positive | None = option(
+        None, "passes over the training rows, where max_steps and hours are null; null: as tokens_per_parameter says"
+    )
     draft_vocab: Whole | Literal["auto"] | None = option(
         None, "tokens that it can draft, the most frequent of what is learned; auto: those of 99.5 % of it; null: all"
     )
@@ -281,6 +284,9 @@ class Vanilla:
     experiment: dict[str, Any] = always({"_target_": "spectrain.training.vanilla.VanillaExperiment"})
     max_steps: Whole | None = option(None, "optimizer steps; null: as tokens_per_parameter says")
     tokens_per_parameter: Positive = option(1.2, "tokens per trained parameter, but at most ten passes over the text")
+    epochs: Positive | None = option(
+        None, "passes over the training rows, where max_steps and hours are null; null: as tokens_per_parameter says"
+    )
     n_layer: Whole | None = option(None, "null: half the target's")
     hidden_size: Whole | None = option(None, "null: half the target's; the number of heads stays the same")
     optimizer: Optimizer = always(Optimizer(name="muon"))  # DeepSpeed needs adamw: lr_times_width=0.64 is best

@@ -273,6 +273,13 @@ def responses_of(path: str, tokenizer: PreTrainedTokenizerBase | None) -> list[R
     folders = path.removeprefix(OF_RESPONSES).split(":")
     if "" in folders or len(set(folders)) < len(folders):
         raise UserError(f"{path} must name different folders of data_prep.responses, separated by colons")
+    for folder in map(Path, folders):
+        waiting = folder.with_name(f".{folder.name}.partial")  # see spectrain.serving.request_log
+        if not folder.exists() and any(waiting.glob("rows-*.jsonl")):
+            raise UserError(
+                f"{folder} has no answers yet: a server keeps its first ones in {waiting} and makes the store of them "
+                "once there are 64, or when it ends; wait for either"
+            )
     stores = [open_responses(Path(folder).expanduser()) for folder in folders]
     for store in stores:
         RESPONSES.check_tokenizer(store.folder, store.manifest, tokenizer_fingerprint(tokenizer))

@@ -121,16 +121,16 @@ def check_artifact(folder: Path, kind: str, target_fingerprint: str, option: str
     `option` is the one that it was given by; None: the one that drafts with it.
     """
     option = option or about(kind).option
-    given, made_by = f"{option}={folder}", about(kind).made_by
+    given, command = f"{option}={folder}", about(kind).command
     artifact = read_manifest(folder, option)
     if artifact.kind != kind:
         own = about(artifact.kind)
         way = f"method={own.method}, or " if own.method and own.option == option else ""
-        raise UserError(f"{given} is {own.a_noun}; give {way}one made by python -m {made_by}")
+        raise UserError(f"{given} is {own.a_noun}; give {way}one made by {command}")
     if artifact.target_fingerprint != target_fingerprint:
         raise UserError(
             f"{given} was trained for {artifact.target} ({artifact.target_fingerprint}), not for this target "
-            f"({target_fingerprint}); train one for it with python -m {made_by} target=..."
+            f"({target_fingerprint}); train one for it with {command}"
         )
 
 
@@ -184,8 +184,7 @@ def default_artifact(root: Path, kind: str, target_fingerprint: str) -> Path:
     if not fitting:
         one = about(kind)
         raise UserError(
-            f"{root}/ holds no {one.noun} for this target; train one with python -m {one.made_by}, or give "
-            f"{one.option}=<folder>"
+            f"{root}/ holds no {one.noun} for this target; train one with {one.command}, or give {one.option}=<folder>"
         )
     measured = {folder: tau for folder, tau in fitting.items() if tau is not None}
     best = max(measured, key=measured.get) if measured else next(iter(fitting))

@@ -35,6 +35,11 @@ class Kind:
     recognises: Callable[[Mapping], bool] | None = None
 
     @property
+    def command(self) -> str:
+        """How one is made for a target, as it is typed."""
+        return f"spectrain {self.made_by.partition('.')[2]} target=<target>"
+
+    @property
     def a_noun(self) -> str:
         return f"{'an' if self.noun[0] in 'AEIOaeio' else 'a'} {self.noun}"
 

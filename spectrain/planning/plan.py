@@ -60,7 +60,7 @@ class Plan:
     ranks: int
     step_rows: int  # per optimizer step, over all ranks
     row_tokens: int
-    steps: int
+    steps: int | None  # None: they follow from epochs
     within_hours: float | None  # that the steps were counted by; None: they are as many as are asked for
     memory: Mapping[str, int]  # bytes of a rank by what they hold
     disk: Mapping[str, int]  # bytes by what they hold
@@ -76,24 +76,27 @@ class Plan:
 
     def sentence(self, machine: Machine) -> str:
         """Say it in a line."""
-        about = "about" if self.within_hours else "at most"
-        hours = self.within_hours or self.steps * self.step_s / 3600
+        steps, hours = "as many steps as its epochs have", ""
+        if self.steps is not None:
+            about = "about" if self.within_hours else "at most"
+            steps = f"{about} {self.steps:,} steps ({_short(self.tokens)} tokens)"
+            hours = self.within_hours or self.hours
+            hours = f", {hours:,.{0 if hours >= 10 else 2}f} hours"
         return (
             f"{_short(self.trained_parameters)} parameters train for a target of "
-            f"{_short(self.target_parameters)}, {about} {self.steps:,} steps of {self.step_rows} x "
-            f"{self.row_tokens:,} tokens ({_short(self.tokens)}) on {self.ranks} x {machine.peaks.name}: "
-            f"{self.bytes / 2**30:.3g} GiB each, {self.tokens_per_s:,.0f} tokens/s, "
-            f"{hours:,.{0 if hours >= 10 else 2}f} hours, {sum(self.disk.values()) / 2**30:.2g} GiB on disk"
+            f"{_short(self.target_parameters)}, {steps} of {self.step_rows} x {self.row_tokens:,} on "
+            f"{self.ranks} x {machine.peaks.name}: {self.bytes / 2**30:.3g} GiB each, "
+            f"{self.tokens_per_s:,.0f} tokens/s{hours}, {sum(self.disk.values()) / 2**30:.2g} GiB on disk"
         )
 
     @property
-    def hours(self) -> float:
+    def hours(self) -> float | None:
         """Of the steps alone."""
-        return self.steps * self.step_s / 3600
+        return None if self.steps is None else self.steps * self.step_s / 3600
 
     @property
-    def tokens(self) -> int:
-        return self.steps * self.step_rows * self.row_tokens
+    def tokens(self) -> int | None:
+        return None if self.steps is None else self.steps * self.step_rows * self.row_tokens
 
 
 def steps_s(hours: float) -> float:
@@ -121,13 +124,14 @@ def plan_of(config: Train, machine: Machine, ranks: int) -> Plan:
         seconds += _all_reduced(4 * trained, ranks) / machine.link_bytes_per_s
     if machine.near_bytes_per_s:
         seconds += accumulated * outline.exchanged_by_target(ranks) / machine.near_bytes_per_s
+    follows = config.max_steps is None and getattr(config.own, "epochs", None)
     return Plan(
         outline.target_parameters,
         trained,
         ranks,
         rows,
         config.data.row_tokens,
-        round(steps_s(hours) / seconds) if hours else outline.experiment.steps_of(trained, None),
+        round(steps_s(hours) / seconds) if hours else None if follows else outline.experiment.steps_of(trained, None),
         hours,
         memory,
         {"checkpoints": 16 * trained, "export": 2 * trained},  # the newest one and the best weights

@@ -27,10 +27,11 @@ from spectrain.decoding.sampling import DRAWS
 from spectrain.decoding.text import Pieces, Prompt, Reply, chat_ids, is_one, prompt_ids
 from spectrain.errors import UserError, check_choice, check_number, check_whole, shown
 from spectrain.methods.registry import load_method, name_of
-from spectrain.models.packages import dtype_of, target_path
+from spectrain.models.packages import default_target, dtype_of, target_path
 from spectrain.serving.worker import Ticket, check_not_forked, open_worker
 from spectrain.target import TargetModel, load_target
 from spectrain.target.tree import Source
+from spectrain.terminal import speaking, stage
 
 BYTES = bytes | bytearray | memoryview  # sequences of numbers, which are no token ids
 NEW_TOKENS = 512  # of a continuation, where max_new_tokens is not given
@@ -147,6 +148,7 @@ class LLM:
 
     Args:
         target: smollm2, a bundled checkpoint, a Hugging Face folder, an id on the hub, or a target that is loaded.
+            None: smollm2, or where it cannot be had the bundled target.
         method: a name of conf/method/, an exported folder, or a method of `load_method(..., target)`.
         batch_size: texts that are written at the same time; others wait in order.
         memory: GiB for keys and values; None: a share of what is free.
@@ -154,6 +156,8 @@ class LLM:
             meanwhile; auto: as the method has the most tokens accepted.
         dtype: float32, bfloat16 or float16; auto: the checkpoint's on a GPU, float32 on a CPU.
         device: auto takes a GPU where there is one.
+        quiet: log nothing below errors. Otherwise the log goes to stderr where the program has set up no logging.
+        progress: called with what is being done while this opens, and how much of it is done (0 to 1; None: unknown).
         **method_options: as `load_method` takes them: `gamma=4`, `drafter="exported/spire"`, ...
 
     Raises:
@@ -162,7 +166,7 @@ class LLM:
 
     def __init__(
         self,
-        target: str | Path | TargetModel = "smollm2",
+        target: str | Path | TargetModel | None = None,
         method: str | Path | Drafter = "auto",
         *,
         batch_size: int = 8,
@@ -170,6 +174,8 @@ class LLM:
         draws: str = "shared",
         dtype: str = "auto",
         device: str = "auto",
+        quiet: bool = False,
+        progress: Callable[[str, float | None], None] | None = None,
         **method_options: object,
     ) -> None:
         check_not_forked()
@@ -177,20 +183,24 @@ class LLM:
         if memory is not None:
             check_number("memory", memory, "(0, inf)")
         dtype, device = name_of("dtype", dtype), name_of("device", device)
-        if not isinstance(target, TargetModel):
-            path = target_path(name_of("target", target))
-            chosen = {"path": path, "dtype": dtype, "device": device}
-            target = load_target(path, dtype_of(chosen, torch.cuda.is_available()), device)
-        elif (dtype, device) != ("auto", "auto"):
-            raise UserError("dtype and device belong to load_target(...) where a loaded target is given")
-        if target.tokenizer is None:
-            raise UserError("the target has no tokenizer; load it by load_target(...)")
-        if not isinstance(method, Drafter):
-            method = load_method(method, target, **method_options)
-        elif method_options:
-            raise UserError(f"{next(iter(method_options))} belongs to load_method(...) where a loaded method is given")
-        self.target = target
-        self._worker = open_worker(target, {"llm": method}, batch_size, memory=memory, draws=draws)
+        with speaking(quiet, progress):
+            if not isinstance(target, TargetModel):
+                path = target_path(default_target() if target is None else name_of("target", target))
+                chosen = {"path": path, "dtype": dtype, "device": device}
+                with stage(f"loading {path}"):
+                    target = load_target(path, dtype_of(chosen, torch.cuda.is_available()), device)
+            elif (dtype, device) != ("auto", "auto"):
+                raise UserError("dtype and device belong to load_target(...) where a loaded target is given")
+            if target.tokenizer is None:
+                raise UserError("the target has no tokenizer; load it by load_target(...)")
+            if not isinstance(method, Drafter):
+                with stage("opening the method"):
+                    method = load_method(method, target, **method_options)
+            elif method_options:
+                one = next(iter(method_options))
+                raise UserError(f"{one} belongs to load_method(...) where a loaded method is given")
+            self.target = target
+            self._worker = open_worker(target, {"llm": method}, batch_size, memory=memory, draws=draws)
         self._close = weakref.finalize(self, self._worker.close)  # when it is forgotten, and when Python ends
 
     @property

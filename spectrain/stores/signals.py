@@ -13,9 +13,10 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 
+from spectrain.terminal import IS_STAGE
+
 SAID = {signal.SIGINT: ("interrupted", 130), signal.SIGTERM: ("terminated", 143)}
 EXIT_CODES = tuple(code for _, code in SAID.values())
-IS_STAGE = "SPECTRAIN_STAGE"  # set: this process is a stage of `spectrain speedup`, which speaks for it
 SAME_SIGNAL_S = 1.0  # terminals and torchrun send one Ctrl-C to a process twice
 
 

@@ -198,7 +198,7 @@ class Experiment(ABC):
         return None
 
     def steps_of(self, n_trained: int, n_rows: int | None = None) -> int:
-        """Return the optimizer steps of `max_steps`, else of `tokens_per_parameter`.
+        """Return the optimizer steps of `max_steps`, else of `epochs`, else of `tokens_per_parameter`.
 
         Args:
             n_trained: parameters that are trained.
@@ -208,7 +208,10 @@ class Experiment(ABC):
         if config.max_steps is not None:
             return config.max_steps
         n_rows_read = config.own.tokens_per_parameter * n_trained / config.data.row_tokens
-        if n_rows is not None and n_rows_read > MOST_PASSES * n_rows:
+        epochs = getattr(config.own, "epochs", None)  # which not every kind has
+        if n_rows is not None and epochs is not None:
+            n_rows_read = epochs * n_rows
+        elif n_rows is not None and n_rows_read > MOST_PASSES * n_rows:
             log.warning(
                 "tokens_per_parameter=%g asks for %.0f passes over the text, but at most %d are made; give more "
                 "text or max_steps",

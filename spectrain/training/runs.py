@@ -55,7 +55,10 @@ NOT_HASHED_OF = {
 # An option of earlier versions, at the value that it had: runs are still named as if it were there.
 EARLIER = {"workload": {"batch": [1, 8], "context_tokens": [1024, 8192]}}
 # Options that came later, with the values by which runs of earlier versions were made: at them they are not hashed.
-LATER = {"shifted_blocks": True, "own_key": True, "max_length": None, "optimizer": {"final_share": 0.0}}
+LATER = {
+    **{"shifted_blocks": True, "own_key": True, "max_length": None, "epochs": None},
+    "optimizer": {"final_share": 0.0},
+}
 
 
 @dataclass(frozen=True)

@@ -185,3 +185,19 @@ def test_what_cannot_be_downloaded_is_one_sentence_and_leaves_nothing(damage, pa
         target_path("smollm2")
     assert "\n" not in str(raised.value)
     assert os.listdir() == []
+
+
+def test_where_the_default_cannot_be_had_the_bundled_target_is_taken_with_a_sentence(tmp_path, monkeypatch, caplog):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(packages, "DEFAULT", "smollm2")
+    monkeypatch.setattr(packages, "target_path", lambda name: name)
+    assert packages.default_target() == "smollm2"
+
+    def offline(name: str) -> str:
+        raise UserError("no network")
+
+    monkeypatch.setattr(packages, "target_path", offline)
+    assert packages.default_target() == "pystdlib-8l"
+    assert "target=pystdlib-8l is taken, as smollm2 cannot be had: no network" in caplog.text
+    monkeypatch.setattr(packages, "try_to_load_from_cache", lambda name, file: file)
+    assert packages.default_target() == "HuggingFaceTB/SmolLM2-135M-Instruct"

@@ -258,6 +258,9 @@ def test_steps_follow_from_parameters_and_text(caplog):
     assert steps(10_000, n_rows=8) == 10 * 8 / (4 * 5)
     assert "tokens_per_parameter=2 asks for 25 passes over the text, but at most 10 are made" in caplog.text
     assert partial(Experiment.steps_of, SimpleNamespace(config=replace(config, max_steps=7)))(10_000) == 7
+    config.own.epochs = 40  # as many as are asked for, and of no number of rows that is not known yet
+    assert steps(10_000, n_rows=8) == 40 * 8 / (4 * 5)
+    assert steps(10_000) == 2 * 10_000 / (4 * 5 * 100)
 
 
 def test_hours_become_steps_after_the_first_ones_and_are_kept_on_a_machine_that_becomes_slower(
@@ -321,7 +324,7 @@ def test_a_plan_is_printed_and_nothing_is_written(tmp_path, monkeypatch, capsys)
     said = " ".join(capsys.readouterr().out.split())
     assert "memory of one rank" in said
     parameters = "1.74 million parameters train for a target of 7.48 million"
-    assert f"{parameters}, at most 191 steps of 8 x 1,024 tokens (1.56 million) on 8 x H100" in said
+    assert f"{parameters}, at most 191 steps (1.56 million tokens) of 8 x 1,024 on 8 x H100" in said
     assert not any(tmp_path.iterdir())
     with pytest.raises(UserError, match="plan=true predicts what drafters take"):
         train(options_of("train", composed("train", "+exp=specdecpp", "plan=true")))

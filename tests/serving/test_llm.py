@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import logging
 import math
 import multiprocessing
 import signal
@@ -28,6 +29,7 @@ from spectrain.errors import UserError
 from spectrain.methods.autoregressive import Autoregressive
 from spectrain.serving.llm import Options
 from spectrain.target import Source
+from spectrain.terminal import speaking
 from tests.conftest import TEMPLATE
 
 PROMPT = "def read_config(path):"
@@ -362,6 +364,25 @@ def test_importing_the_package_imports_no_torch_and_says_its_types():
     assert spectrain.__getattr__("LLM") is LLM  # which is imported where it is asked for
     assert "LLM" not in vars(spectrain)
     assert Path(spectrain.__file__).with_name("py.typed").exists()
+
+
+def test_it_says_what_it_does_unless_quiet(shared, capfd, monkeypatch):
+    monkeypatch.setattr(logging.getLogger(), "handlers", [])  # a program that has set up no logging
+    told = []
+    LLM(shared / "target", "pld", progress=lambda *step: told.append(step)).close()
+    assert [f"loading {shared / 'target'}", "opening the method"] == [what for what, done in told if done is None]
+    logging.getLogger("spectrain.methods").info("said by nobody")
+    assert "said by nobody" not in capfd.readouterr().err
+    ours = logging.getLogger("spectrain")
+    with speaking(False, None):
+        ours.info("said")
+    assert capfd.readouterr().err == "said\n"
+    try:
+        LLM(shared / "target", "pld", quiet=True, progress=lambda *step: told.append(step)).close()
+        ours.warning("said by nobody")
+        assert (len(told), capfd.readouterr().err) == (2, "")
+    finally:
+        ours.setLevel(logging.NOTSET)
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # newer Pythons warn of forks beside threads

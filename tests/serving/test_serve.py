@@ -29,7 +29,8 @@ EXAMPLES = [(kind, text) for kind, text in BLOCKS if "-m spectrain" not in text]
 @contextmanager
 def command(folder: Path, *arguments: str) -> Iterator[tuple[subprocess.Popen, str]]:
     """Run the command in a folder until it is ready; yield the process and its address."""
-    typed = [sys.executable, "-m", "spectrain.serve", "port=0", "methods=[pld,autoregressive]", *arguments]
+    options = ("port=0", "target=bundled", "methods=[pld,autoregressive]")
+    typed = [sys.executable, "-m", "spectrain.serve", *options, *arguments]
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
     with subprocess.Popen(typed, cwd=folder, env=os.environ | {"OMP_NUM_THREADS": "1"}, **pipes) as process:
         line = process.stdout.readline()
