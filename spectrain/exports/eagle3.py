@@ -31,13 +31,13 @@ def write_for_engine(
 
     See `exporting.write_for_engine`. `speculators`: whether the folder gets a copy in the format of speculators.
     """
-    config, tensors = load_json(folder / "config.json"), load_file(folder / WEIGHTS)
+    facts, tensors = load_json(folder / "config.json"), load_file(folder / WEIGHTS)
     if speculators:
         (folder / FOLDER).mkdir()
-        write_speculators(folder / FOLDER, config, tensors, target_name, target)
-    n_tokens, quoted = fastest_gamma(folder) or config["k"], shlex.quote(target_name)
+        write_speculators(folder / FOLDER, facts, tensors, target_name, target)
+    n_tokens, quoted = fastest_gamma(folder) or facts["k"], shlex.quote(target_name)
     drafting = json_argument(method="eagle3", model=name, num_speculative_tokens=n_tokens)
-    window = f" --speculative-draft-window-size {config['window_tokens']}" if config["window_tokens"] else ""
+    window = f" --speculative-draft-window-size {facts['window_tokens']}" if facts["window_tokens"] else ""
     said = [
         "In vLLM and SGLang, which load this folder as it is:\n",
         f"```bash\nvllm serve {quoted} --speculative-config {drafting}\n"
@@ -45,7 +45,7 @@ def write_for_engine(
         f"  --speculative-draft-model-path {shlex.quote(name)} --speculative-num-steps {n_tokens} \\\n"
         f"  --speculative-eagle-topk 1 --speculative-num-draft-tokens {n_tokens + 1}{window}\n```",
     ]
-    for difference in differences(config, tensors):
+    for difference in differences(facts, tensors):
         log.warning("%s: %s", name, difference)
         said.append(f"\n{difference[0].upper()}{difference[1:]}.")
     if speculators:
@@ -53,36 +53,36 @@ def write_for_engine(
     return "\n".join(said)
 
 
-def differences(config: Mapping, names: Iterable[str]) -> list[str]:
+def differences(facts: Mapping, names: Iterable[str]) -> list[str]:
     """Return in which engine a drafter with tensors of these names drafts otherwise than here, as sentences."""
     others = sorted(name for name in names if name.endswith("bias") or "q_norm" in name or "k_norm" in name)
     known = {
-        "SGLang ignores norm_before_residual, so it accepts few of its drafts": config.get("norm_before_residual"),
+        "SGLang ignores norm_before_residual, so it accepts few of its drafts": facts.get("norm_before_residual"),
         "vLLM has no window for it, so it sees the whole text there, not the last {window_tokens} tokens as in "
-        "training": config["window_tokens"],
+        "training": facts["window_tokens"],
         f"vLLM and SGLang have no place for some of its weights ({', '.join(others)})": others,
     }
-    return [said.format(**config) for said, is_so in known.items() if is_so]
+    return [said.format(**facts) for said, is_so in known.items() if is_so]
 
 
 def write_speculators(
-    out: Path, config: Mapping, tensors: Mapping[str, Tensor], target_name: str, target: TargetModel
+    out: Path, facts: Mapping, tensors: Mapping[str, Tensor], target_name: str, target: TargetModel
 ) -> None:
     """Fill an empty folder with config.json and weights of an export, as speculators writes them."""
     renamed = {re.sub(f"^{re.escape(BLOCK)}", "layers.0.", name): tensor for name, tensor in tensors.items()}
     save_file(renamed, out / WEIGHTS, {"format": "pt"})
     architectures = getattr(target.model.config, "architectures", None) or [type(target.model).__name__]
-    proposal, window = {"proposal_type": "greedy", "speculative_tokens": config["k"]}, config["window_tokens"]
+    proposal, window = {"proposal_type": "greedy", "speculative_tokens": facts["k"]}, facts["window_tokens"]
     windowed = {"layer_types": ["sliding_attention"], "sliding_window": window} if window else {}
-    facts = {
+    said = {
         "architectures": ["Eagle3DraftModel"],
         "speculators_model_type": "eagle3",
         "speculators_version": VERSION,
-        "draft_vocab_size": config["vocab_size"],
-        **{key: config[key] for key in ALIKE if key in config},
-        **{flag: config.get(flag, False) for flag in FLAGS},
+        "draft_vocab_size": facts["vocab_size"],
+        **{key: facts[key] for key in ALIKE if key in facts},
+        **{flag: facts.get(flag, False) for flag in FLAGS},
         "embed_requires_grad": "embed_tokens.weight" in tensors,
-        "transformer_layer_config": {key: config[key] for key in OF_BLOCK if key in config} | windowed,
+        "transformer_layer_config": {key: facts[key] for key in OF_BLOCK if key in facts} | windowed,
         "speculators_config": {
             "algorithm": "eagle3",
             "proposal_methods": [proposal],
@@ -90,4 +90,4 @@ def write_speculators(
             "verifier": {"name_or_path": target_name, "architectures": architectures},
         },
     }
-    write_json(out / "config.json", facts)
+    write_json(out / "config.json", said)

@@ -10,11 +10,11 @@ import torch.nn.functional as F
 
 from spectrain.models.drafter_model import plain_shape
 from spectrain.models.eagle3 import Eagle3Config, Eagle3Drafter
-from spectrain.models.eagle3_init import NEW_SHARE, FusionFit, copy_last_block
 from spectrain.models.pruned_init import InputFit, draw_weights
 from spectrain.target import TargetModel
 from spectrain.target.hidden_states import Features
 from spectrain.target.lean import shape_of
+from spectrain.training.eagle3 import NEW_SHARE, FusionFit, copy_last_block
 from tests.conftest import VOCAB_SIZE, tiny_model
 from tests.models.test_spire import make
 

@@ -12,13 +12,12 @@ from transformers import LlamaForCausalLM
 from spectrain.config.training import Eagle3
 from spectrain.errors import UserError
 from spectrain.models.eagle3 import Eagle3Config, Eagle3Drafter, unrolled
-from spectrain.models.eagle3_init import copy_last_block
 from spectrain.models.pruned_init import copy_ends, draw_weights
 from spectrain.models.rollout import root_of_epoch
 from spectrain.target import TargetModel
 from spectrain.target.lean import shape_of
 from spectrain.training.data import RowBatch, RowData, TokenRows
-from spectrain.training.eagle3 import Eagle3Experiment, Eagle3Training
+from spectrain.training.eagle3 import Eagle3Experiment, Eagle3Training, copy_last_block
 from spectrain.training.losses import LossSettings
 from spectrain.training.optim import OptimizerSettings
 from spectrain.training.sums import ValidationSums
