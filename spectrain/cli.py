@@ -315,6 +315,8 @@ def hydra_sentence(error: HydraException, name: str, arguments: list[str]) -> st
     if found := re.search(options, text, re.DOTALL):
         known = found[3].split()
         return f"{found[1]}={found[2]} is unknown; choose among {', '.join(known)}{nearest(found[2], known)}"
+    if found := re.match(r"Ambiguous value for argument '([^']+)'", text):
+        return f"{found[1]} has several values; give one of them, or -m for a sweep over all"
     if isinstance(error, OverrideParseException):
         first = text.removeprefix("Error parsing override ").splitlines()[0]
         return f"{first} cannot be read as an option; write name=value, and quote values with special characters"

@@ -14,7 +14,7 @@ from spectrain.target import TargetModel, load_target
 from tests.conftest import SMALL_TRAINING, tiny_model
 from tests.models.test_artifacts import export_spire
 
-SPECTRAIN = ("train", "generate", "chat", "serve", "bench", "export", "recommend", "report")
+SPECTRAIN = ("train", "generate", "chat", "serve", "bench", "export", "recommend", "report", "speedup")
 PLD = "method=pld prompt=def"
 SPIRE = f"+exp=spire corpus={{corpus}} {' '.join(SMALL_TRAINING)}"
 # A command with options, and words that its sentence has. {target}, {corpus}, {stored} and {other} are filled in.
@@ -42,6 +42,8 @@ MISSPELT = [
     (f"train {SPIRE} +own=3", "unknown own"),
     ("recommend method=pdl", "methods=pdl did you mean pld?"),
     ("generate methods=[pld,sssd] prompt=x", "generate decodes with one method"),
+    ("chat method=pld,sssd", "method=pld,sssd has several values -m"),
+    ("speedup prompts=prompts.jsonl train=spir", "train=spir did you mean spire?"),
 ]
 WRONG_TYPE = [
     (f"generate {PLD} max_new_tokens=foo", "max_new_tokens foo"),
