@@ -290,7 +290,7 @@ BAD_INPUT = {
     "chat without template": (["chat=true"], "has no chat template"),
     "no address": (["source=server", "base_url=x"], "base_url=x is no address"),
     "out": (["out=taken"], "out=taken exists and was not written by data_prep.responses"),
-    "drafter": (["drafter=d"], "drafter=d is no folder here, and no method takes a vanilla drafter"),
+    "drafter": (["drafter=d"], "drafter=d does not exist; give an existing folder"),
     "no drafter": (["method=spire"], "checkpoints/ holds no spire drafter for this target"),
 }
 

@@ -196,7 +196,7 @@ def test_the_page_of_a_folder_has_every_benchmark(runs, typed):
 def test_the_command_refuses_what_it_cannot_do(runs, typed):
     Path("notes.html").write_text("mine")
     for arguments, words in (
-        (["runs=nowhere"], "runs=nowhere is no folder"),
+        (["runs=nowhere"], "runs=nowhere does not exist; give an existing file or folder"),
         (["runs=runs/trained"], "holds no benchmark"),
         (["runs=runs", "out=runs"], "out=runs is a folder"),
         (["runs=runs", "out=notes.html"], "is no page of this command"),
