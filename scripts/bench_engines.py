@@ -126,6 +126,23 @@ def in_turns(args: argparse.Namespace, prompts: list[list[int]], eos_ids: list[i
     return rows[1:], {"texts": found}
 
 
+def asked(target: str, files: Sequence[str | None], limit: int) -> tuple[str, list[list[int]], list[int]]:
+    """Return the folder of a target, the token ids of some prompts of each file, and the tokens that end a text."""
+    # The Python of another engine has nothing of this.
+    from transformers import GenerationConfig
+
+    from spectrain.data.prompts import question_ids
+    from spectrain.measure.questions import read_questions
+    from spectrain.models.packages import target_path
+    from spectrain.target.loading import read_tokenizer
+
+    folder = target_path(target)
+    tokenizer, eos = read_tokenizer(folder), GenerationConfig.from_pretrained(folder).eos_token_id
+    questions = [question for file in files for question in read_questions(file, limit)]
+    prompts = [question_ids(tokenizer, question, []) for question in questions]
+    return folder, prompts, eos if isinstance(eos, list) else [eos]
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--target", default="smollm2")
@@ -153,26 +170,16 @@ def main() -> None:
         parser.error("--openvino and --llamacpp take a Python and one or two models")
     if args.worker:
         return work(*json.loads(args.worker))
-    # The Python of another engine has nothing of what follows.
-    from transformers import GenerationConfig
-
-    from spectrain.data.prompts import question_ids
-    from spectrain.measure.questions import read_questions
     from spectrain.measure.tables import show, table_of
-    from spectrain.models.packages import target_path
-    from spectrain.stores.environment import cpu_name, date_now
-    from spectrain.stores.files import write_json
-    from spectrain.target.loading import read_tokenizer
 
-    folder = target_path(args.target)
-    tokenizer, eos = read_tokenizer(folder), GenerationConfig.from_pretrained(folder).eos_token_id
-    questions = [question for file in args.prompts for question in read_questions(file, args.limit)]
-    prompts = [question_ids(tokenizer, question, []) for question in questions]
-    eos_ids = eos if isinstance(eos, list) else [eos]
+    folder, prompts, eos_ids = asked(args.target, args.prompts, args.limit)
     measured = compare(args, folder, prompts, eos_ids) if args.same_drafter else in_turns(args, prompts, eos_ids)
     frame = table_of(measured[0])
     show([(f"{len(prompts)} prompts, beside {args.busy} busy processes", frame)], 160)
     if args.out:
+        from spectrain.stores.environment import cpu_name, date_now
+        from spectrain.stores.files import write_json
+
         command = " ".join(["python scripts/bench_engines.py", *sys.argv[1:]])
         result = {"command": command, "date": date_now(), "machine": cpu_name(), **measured[1]}
         write_json(args.out, result | {"columns": list(frame), "rows": frame.to_numpy().tolist()})

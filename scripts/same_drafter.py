@@ -16,7 +16,7 @@ import sys
 import tempfile
 import time
 import urllib.request
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -29,7 +29,7 @@ BATCHES = (1, 4)
 WARM_UP = 2  # prompts
 CONTEXT = 1024  # tokens of a prompt and its text
 OURS, LOOKUP, ITS_OWN = "spectrain", "`pld`", "the engine's lookup"
-DRAFTERS = ("none", LOOKUP, ITS_OWN, "vanilla", "SPIRe")
+DRAFTERS = ("none", LOOKUP, ITS_OWN, "vanilla", "SPIRe", "EAGLE-3")
 
 
 @dataclass(frozen=True)
@@ -38,7 +38,7 @@ class Setting:
 
     drafter: str  # as the table names it
     engine: str
-    kind: str  # none, ngram (the engine's own lookup), lookup (our export), vanilla or spire
+    kind: str  # none, ngram (the engine's own lookup), lookup (our export), vanilla, spire or eagle3
     model: str  # the target, as the engine reads it
     folder: str | None  # the drafter, likewise
     n_draft: int
@@ -58,6 +58,7 @@ def ours(one: Setting) -> Write:
         "lookup": (one.folder, {"max_nodes": one.n_draft + 1}),
         "vanilla": ("speculative", chain),
         "spire": ("spire", chain),
+        "eagle3": ("eagle3", {**chain, "draft_vocab": None}),
     }[one.kind]
     method = load_method(name, target, **options)
 
@@ -78,6 +79,7 @@ def vllm(one: Setting) -> Write:
         "lookup": {"method": "custom_class", "model": "spectrain.exports.vllm_proposer.LookupProposer"},
         "vanilla": {"method": "draft_model", "model": one.folder},
         "spire": {"method": "eagle3", "model": one.folder},
+        "eagle3": {"method": "eagle3", "model": one.folder},
     }
     speculative = {**methods[one.kind], "num_speculative_tokens": one.n_draft} if one.kind in methods else None
     memory = {"max_model_len": CONTEXT, "max_num_seqs": max(BATCHES), "kv_cache_memory_bytes": 512 << 20}
@@ -107,8 +109,8 @@ def openvino(one: Setting) -> Write:
     alike = {"INFERENCE_NUM_THREADS": one.threads}
     alike |= {"INFERENCE_PRECISION_HINT": "f32", "KV_CACHE_PRECISION": "f32"}
     own = {"ngram": {"prompt_lookup": True}}
-    if one.kind == "vanilla":
-        own["vanilla"] = {"draft_model": draft_model(one.folder, "CPU", **alike)}
+    if one.kind in ("vanilla", "eagle3"):
+        own[one.kind] = {"draft_model": draft_model(one.folder, "CPU", **alike)}
     scheduler = SchedulerConfig()
     scheduler.cache_size, scheduler.enable_prefix_caching = 1, False  # GB
     pipeline = ContinuousBatchingPipeline(one.model, scheduler, "CPU", {**alike, **own.get(one.kind, {})})
@@ -146,8 +148,9 @@ def llamacpp(one: Setting) -> Write:
     for has_cache in (params, draft):
         has_cache.cache_type_k = has_cache.cache_type_v = float32
         has_cache.cpuparams.n_threads = has_cache.cpuparams_batch.n_threads = one.threads
-    if one.kind == "vanilla":
-        params.speculative.types = [kinds.COMMON_SPECULATIVE_TYPE_DRAFT_SIMPLE]
+    if one.kind in ("vanilla", "eagle3"):
+        simple, eagle3 = kinds.COMMON_SPECULATIVE_TYPE_DRAFT_SIMPLE, kinds.COMMON_SPECULATIVE_TYPE_DRAFT_EAGLE3
+        params.speculative.types = [eagle3 if one.kind == "eagle3" else simple]
         draft.mparams.path, draft.n_max, draft.n_min = one.folder, one.n_draft, 0
     if one.kind == "ngram":
         params.speculative.types = [kinds.COMMON_SPECULATIVE_TYPE_NGRAM_SIMPLE]
@@ -238,17 +241,13 @@ def measure(python: str, one: Setting, prompts: Sequence[list[int]]) -> dict:
         worker.process.wait()
 
 
-def compare(
-    args: argparse.Namespace, model: str, prompts: Sequence[list[int]], eos_ids: list[int]
-) -> tuple[list[dict], dict]:
-    """Measure what --runs does not hold yet. Return the rows of the table and facts about it."""
-    lookup = args.runs / "pld"
-    if not lookup.is_dir():
-        export = ["spectrain.export", "method=pld", f"target={args.target}", f"out={lookup}"]
-        subprocess.run([sys.executable, "-m", *export], check=True)
+def measured(
+    settings: Iterable[tuple[str, Setting]], prompts: Sequence[list[int]], runs: Path
+) -> dict[tuple[str, str], Measured]:
+    """Measure what `runs` does not hold yet. Return the results by drafter and engine, without those that failed."""
     found = {}
-    for python, one in settings(args, model, lookup, eos_ids):
-        file = args.runs / f"{one.engine}, {one.drafter}.json"
+    for python, one in settings:
+        file = runs / f"{one.engine}, {one.drafter}.json"
         known = json.loads(file.read_text()) if file.is_file() else {}
         if known.get("setting") != asdict(one) or known["prompts"] != prompts:
             print(f"measuring {file.stem}", flush=True)
@@ -259,6 +258,18 @@ def compare(
                 continue
             file.write_text(json.dumps(known))
         found[one.drafter, one.engine] = Measured(known["answers"], one.n_draft)
+    return found
+
+
+def compare(
+    args: argparse.Namespace, model: str, prompts: Sequence[list[int]], eos_ids: list[int]
+) -> tuple[list[dict], dict]:
+    """Measure what --runs does not hold yet. Return the rows of the table and facts about it."""
+    lookup = args.runs / "pld"
+    if not lookup.is_dir():
+        export = ["spectrain.export", "method=pld", f"target={args.target}", f"out={lookup}"]
+        subprocess.run([sys.executable, "-m", *export], check=True)
+    found = measured(settings(args, model, lookup, eos_ids), prompts, args.runs)
     facts = {"title": "The same drafters in several engines", "model": args.target, "dtype": "float32"}
     return table(found), facts | {"batch": " and ".join(map(str, BATCHES)), "threads": args.threads}
 

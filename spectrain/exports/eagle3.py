@@ -1,11 +1,14 @@
-"""How vLLM and SGLang serve an EAGLE-3 export, which they load as it is, and its copy in the format of speculators."""
+"""How engines serve an EAGLE-3 export, and its copy in the format of speculators.
+
+vLLM and SGLang load it as it is, llama.cpp and OpenVINO convert it.
+"""
 
 from __future__ import annotations
 
 import logging
 import re
 import shlex
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
 
 from safetensors.torch import load_file, save_file
@@ -44,6 +47,10 @@ def write_for_engine(
         f"python -m sglang.launch_server --model-path {quoted} --speculative-algorithm EAGLE3 \\\n"
         f"  --speculative-draft-model-path {shlex.quote(name)} --speculative-num-steps {n_tokens} \\\n"
         f"  --speculative-eagle-topk 1 --speculative-num-draft-tokens {n_tokens + 1}{window}\n```",
+        "\nIn llama.cpp, where `target.gguf` is the target, converted likewise:\n",
+        f"```bash\npython convert_hf_to_gguf.py {shlex.quote(name)} --target-model-dir {quoted} "
+        "--outfile drafter.gguf\n"
+        f"llama-server -m target.gguf --spec-type draft-eagle3 -md drafter.gguf --spec-draft-n-max {n_tokens}\n```",
     ]
     for difference in differences(facts, tensors):
         log.warning("%s: %s", name, difference)
@@ -53,13 +60,19 @@ def write_for_engine(
     return "\n".join(said)
 
 
-def differences(facts: Mapping, names: Iterable[str]) -> list[str]:
+def differences(facts: Mapping, names: Collection[str]) -> list[str]:
     """Return in which engine a drafter with tensors of these names drafts otherwise than here, as sentences."""
+    has_head = "lm_head.weight" in names
     others = sorted(name for name in names if name.endswith("bias") or "q_norm" in name or "k_norm" in name)
     known = {
         "SGLang ignores norm_before_residual, so it accepts few of its drafts": facts.get("norm_before_residual"),
         "vLLM has no window for it, so it sees the whole text there, not the last {window_tokens} tokens as in "
         "training": facts["window_tokens"],
+        "llama.cpp and OpenVINO ignore norm_output, so they accept few of its drafts": facts.get("norm_output"),
+        "OpenVINO ignores its norms of states, so it accepts few of its drafts": any(map(facts.get, FLAGS[:3])),
+        "llama.cpp does not convert fc_norm": facts.get("fc_norm"),
+        "llama.cpp and OpenVINO load drafters of three states only": len(facts[LAYERS]) != 3,
+        "llama.cpp and OpenVINO do not convert a drafter that reads the target's whole unembedding": not has_head,
         f"vLLM and SGLang have no place for some of its weights ({', '.join(others)})": others,
     }
     return [said.format(**facts) for said, is_so in known.items() if is_so]

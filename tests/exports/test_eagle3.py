@@ -6,6 +6,7 @@ import json
 
 import torch
 
+from spectrain.exports.eagle3 import differences
 from spectrain.models.eagle3 import load
 from spectrain.target import load_target
 from tests.models.test_eagle3 import drafter_for, drafts, published, safeai
@@ -34,6 +35,8 @@ def test_a_drafter_of_others_is_written_anew_for_engines_and_speculators(shared,
     assert """--speculative-config '{"method":"eagle3","model":"ours","num_speculative_tokens":4}'""" in card
     assert "--speculative-num-steps 4 \\\n  --speculative-eagle-topk 1 --speculative-num-draft-tokens 5" in card
     assert "SGLang ignores norm_before_residual" in card
+    assert f"convert_hf_to_gguf.py ours --target-model-dir {shared / 'target'} --outfile drafter.gguf" in card
+    assert "--spec-type draft-eagle3 -md drafter.gguf --spec-draft-n-max 4\n" in card
     for folder in ("ours", "ours/speculators"):
         opened = load(tmp_path / folder, target)
         torch.testing.assert_close(drafts(opened), drafts(drafter), rtol=0, atol=0)
@@ -54,3 +57,18 @@ def test_a_drafter_of_others_is_written_anew_for_engines_and_speculators(shared,
         code, _, err = typed("export", *wrong.split(), f"out={tmp_path / 'x'}")
         assert code == 2
         assert said in err
+
+
+def test_each_engine_that_does_not_load_a_drafter_is_named():
+    safe = {"window_tokens": None, "eagle_aux_hidden_state_layer_ids": [2, 4, 5]}
+    assert differences(safe, {"lm_head.weight"}) == []
+    for key, said in {
+        "fc_norm": "llama.cpp does not convert fc_norm",
+        "norm_output": "llama.cpp and OpenVINO ignore norm_output, so they accept few of its drafts",
+        "norm_before_fc": "OpenVINO ignores its norms of states, so it accepts few of its drafts",
+    }.items():
+        assert said in differences({**safe, key: True}, {"lm_head.weight"})
+    (said,) = differences({**safe, "eagle_aux_hidden_state_layer_ids": [2, 5]}, {"lm_head.weight"})
+    assert said == "llama.cpp and OpenVINO load drafters of three states only"
+    (said,) = differences(safe, ())
+    assert said == "llama.cpp and OpenVINO do not convert a drafter that reads the target's whole unembedding"
