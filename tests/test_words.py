@@ -153,12 +153,20 @@ def test_either_form_of_method_and_lists_without_brackets(tmp_path, monkeypatch)
 def test_commands_that_decode_leave_the_target_open_and_others_take_the_bundled_one():
     taken = {name: options(name, *NEEDED.get(name, ())) for name in COMMANDS}
     open_ = {name for name, one in taken.items() if getattr(getattr(one, "target", None), "path", "") is None}
-    assert open_ == {"chat", "generate", "serve", "bench", "recommend", "export"}  # of which export reads one's config
+    assert open_ == {
+        "chat",
+        "generate",
+        "serve",
+        "bench",
+        "recommend",
+        "speedup",
+        "export",
+    }  # of which export reads one's config
     assert taken["train"].target.path == taken["datastore"].target.path == "pystdlib-8l"
     assert options("chat", "target=bundled").target.path == "pystdlib-8l"
 
 
-NEEDED = {"train": ["+exp=spire"], "check": ["drafter=x"]}
+NEEDED = {"train": ["+exp=spire"], "check": ["drafter=x"], "speedup": ["prompts=x"]}
 
 
 @pytest.mark.parametrize(
