@@ -44,7 +44,7 @@ SAMPLINGS = {"greedy": "greedy", "T = 0.8": "t08"}
 OWN = ("target", "activations", "prompts", "long", "steps", "beside", "kinds")
 BENCH = "limit=8", "max_new_tokens=64"
 LENGTHS = (256, 1024, 4096, 7900)  # tokens of long contexts
-EACH = 3  # long contexts of each length
+EACH = 2  # long contexts of each length
 
 
 def main() -> None:
@@ -66,9 +66,9 @@ def main() -> None:
                 rows[name].append(cell(methods))
     save("drafters", given, found, f"Options of bench: {' '.join(BENCH)}.", columns, rows)
     if long := given.get("long"):
-        by_length, columns = {name: [] for name in rows}, ["tokens of the context", *map(str, LENGTHS)]
+        by_length, columns = {name: [] for name in folders}, ["tokens of the context", *map(str, LENGTHS)]
         for length in LENGTHS:
-            found = bench(target, folders, str(pieces(target, long, length)), "max_new_tokens=64")
+            found = bench(target, folders, str(pieces(target, long, length)), "max_new_tokens=64", trees={})
             for name, methods in found["methods"].items():
                 by_length[name].append(cell(methods))
         save("drafters_contexts", given, found, f"{EACH} contexts of each length, 64 new tokens.", columns, by_length)
@@ -97,14 +97,14 @@ def train(target: str, activations: str, steps: str, name: str, *options: str) -
     return out
 
 
-def bench(target: str, folders: dict, prompts: str, *options: str) -> dict:
+def bench(target: str, folders: dict, prompts: str, *options: str, trees: dict = TREES) -> dict:
     """Return the results of all drafters by their names in the table, and of trees with lookups."""
     out = WORK / "-".join(
         ["bench", Path(prompts).stem, *(one.rpartition("=")[2] for one in options if "sampling" in one)]
     )
-    names = {str(path): name for name, path in folders.items()} | {method: name for name, (method, _) in TREES.items()}
+    names = {str(path): name for name, path in folders.items()} | {method: name for name, (method, _) in trees.items()}
     if not (out / "results.json").is_file():
-        trees = (f"+variants.{method}_of={{method:{method},drafter:{folders[of]}}}" for method, of in TREES.values())
+        trees = (f"+variants.{method}_of={{method:{method},drafter:{folders[of]}}}" for method, of in trees.values())
         methods = f"methods=[{','.join(name + '_of' * (name not in map(str, folders.values())) for name in names)}]"
         run("bench", f"target={target}", methods, *trees, f"prompts={prompts}", *options, f"out={out}")
     found = load_json(out / "results.json")
