@@ -7,9 +7,9 @@ blocks, EAGLE-3 one with an MLP twice as wide, DFlash two, the vanilla drafter n
 draft the 8,192 most frequent tokens, and each token is learned at one depth per epoch. Trees of SPIRe and EAGLE-3 with
 what SSSD finds stand beside them. `long` is a file of long texts: pieces of its articles of several lengths, with a
 question, give the table by the length of the context. `kinds=` names the folders of those that are trained, else all
-are. Further arguments are options of each training. They lie in runs/drafters/; those that are finished are not
-repeated. The results are docs/results/drafters.json and drafters_contexts.json, which docs/results/tables.py turns into
-tables of docs/benchmarks.md.
+are. `corpus` is the file of the store's texts, which the vanilla drafter reads. Further arguments are options of each
+training. They lie in runs/drafters/; those that are finished are not repeated. The results are drafters.json and
+drafters_contexts.json of docs/results, which docs/results/tables.py turns into tables of docs/benchmarks.md.
 """
 
 from __future__ import annotations
@@ -41,10 +41,10 @@ KINDS = {  # name in the table -> its folder, and the options of its training
 }
 TREES = {"SPIRe with SSSD": ("spire_sssd", "SPIRe"), "EAGLE-3 with SSSD": ("eagle3_sssd", "EAGLE-3, `init=pruned`")}
 SAMPLINGS = {"greedy": "greedy", "T = 0.8": "t08"}
-OWN = ("target", "activations", "prompts", "long", "steps", "beside", "kinds")
+OWN = ("target", "activations", "prompts", "long", "steps", "beside", "kinds", "corpus")
 BENCH = "limit=8", "max_new_tokens=64"
 LENGTHS = (256, 1024, 4096, 7900)  # tokens of long contexts
-EACH = 3  # long contexts of each length
+EACH = 2  # long contexts of each length
 
 
 def main() -> None:
@@ -52,8 +52,9 @@ def main() -> None:
     others = [argument for argument in sys.argv[1:] if argument.partition("=")[0] not in OWN]
     steps, target = given.get("steps", "600"), given.get("target", "smollm2")
     chosen = given["kinds"].split(",") if "kinds" in given else [folder for folder, *_ in KINDS.values()]
+    data = {"activations": given["activations"], "corpus": given.get("corpus")}
     kinds = {name: options for name, options in KINDS.items() if options[0] in chosen}
-    folders = {name: train(target, given["activations"], steps, *options, *others) for name, options in kinds.items()}
+    folders = {name: train(target, data, steps, *options, *others) for name, options in kinds.items()}
     if shipped := given.get("beside"):
         folders["SPIRe as shipped"] = shipped
     columns, rows = ["", "parameters", "expected tau"], {name: facts(path) for name, path in folders.items()}
@@ -66,16 +67,16 @@ def main() -> None:
                 rows[name].append(cell(methods))
     save("drafters", given, found, f"Options of bench: {' '.join(BENCH)}.", columns, rows)
     if long := given.get("long"):
-        by_length, columns = {name: [] for name in rows}, ["tokens of the context", *map(str, LENGTHS)]
+        by_length, columns = {name: [] for name in folders}, ["tokens of the context", *map(str, LENGTHS)]
         for length in LENGTHS:
-            found = bench(target, folders, str(pieces(target, long, length)), "max_new_tokens=64")
+            found = bench(target, folders, str(pieces(target, long, length)), "max_new_tokens=64", trees={})
             for name, methods in found["methods"].items():
                 by_length[name].append(cell(methods))
         save("drafters_contexts", given, found, f"{EACH} contexts of each length, 64 new tokens.", columns, by_length)
 
 
 def save(name: str, given: dict, found: dict, note: str, columns: list[str], rows: dict[str, list[str]]) -> None:
-    named = {key: Path(given[key]).name for key in ("long",) if key in given}
+    named = {key: Path(given[key]).name for key in ("long", "corpus") if key in given}
     named |= {"activations": "<store>", "prompts": ",".join(Path(one).name for one in given["prompts"].split(","))}
     typed = " ".join(f"{key}={value}" for key, value in (given | named).items())
     where = {"date": date_now(), "machine": cpu_name(), "model": Path(given.get("target", "smollm2")).name}
@@ -86,25 +87,29 @@ def save(name: str, given: dict, found: dict, note: str, columns: list[str], row
     )
 
 
-def train(target: str, activations: str, steps: str, name: str, *options: str) -> Path:
+def train(target: str, given: dict[str, str | None], steps: str, name: str, *options: str) -> Path:
     """Train one kind, unless that is done, and return its export."""
     out = WORK / name
     if not (out / "spectrain.json").is_file():
-        data = f"data.path={activations}", "data=offline", "data.batch_size=4", "data.val_rows=48"
+        data = "data.batch_size=4", "data.val_rows=48"
+        if name == "vanilla":  # which reads texts
+            data += f"corpus={given['corpus']}", "data.row_tokens=512", "data.document_mask=true"
+        else:
+            data += f"data.path={given['activations']}", "data=offline"
         paths = f"run_dir={WORK / 'runs' / name}", f"out={out}", f"max_steps={steps}"
         paths += f"trainer.val_check_interval={steps}", "select.every=0", "tau.contexts=4", "tau.context_tokens=[96]"
         run("train", f"target={target}", *data, *paths, *options)
     return out
 
 
-def bench(target: str, folders: dict, prompts: str, *options: str) -> dict:
+def bench(target: str, folders: dict, prompts: str, *options: str, trees: dict = TREES) -> dict:
     """Return the results of all drafters by their names in the table, and of trees with lookups."""
     out = WORK / "-".join(
         ["bench", Path(prompts).stem, *(one.rpartition("=")[2] for one in options if "sampling" in one)]
     )
-    names = {str(path): name for name, path in folders.items()} | {method: name for name, (method, _) in TREES.items()}
+    names = {str(path): name for name, path in folders.items()} | {method: name for name, (method, _) in trees.items()}
     if not (out / "results.json").is_file():
-        trees = (f"+variants.{method}_of={{method:{method},drafter:{folders[of]}}}" for method, of in TREES.values())
+        trees = (f"+variants.{method}_of={{method:{method},drafter:{folders[of]}}}" for method, of in trees.values())
         methods = f"methods=[{','.join(name + '_of' * (name not in map(str, folders.values())) for name in names)}]"
         run("bench", f"target={target}", methods, *trees, f"prompts={prompts}", *options, f"out={out}")
     found = load_json(out / "results.json")
