@@ -71,21 +71,21 @@ def main(options: Train) -> str | None:
         if rank_zero_only.rank == 0:
             show_plan(settled(options))
         return None
-    started_s, asked = time.monotonic(), run_of_agent()
+    started_s, asked, said = time.monotonic(), run_of_agent(), None
     try:
         with RunFolder.claim(options, settle=settled) as run:
             if rank_zero_only.rank == 0:
                 with run.export_folder(options.out):  # a folder that cannot be made is refused before the training
                     pass
             seed_everything(options.seed, verbose=False)
-            return train(options, run, started_s)
+            said = train(options, run, started_s)
     except FinishedRun:
         if not asked:
             raise
         run = replace(RunFolder.open(RunFolder.path_of(options)), config=options)
     if asked:
         answer_agent(run, asked)
-    return None
+    return said
 
 
 def train(options: Train, run: RunFolder, started_s: float) -> str | None:

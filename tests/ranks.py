@@ -95,7 +95,7 @@ def run(
     before, callbacks = [getattr(*one) for one in changed], fitting.callbacks
     drafters.FIT_TOKENS = FIT_TOKENS
     drafters.STORED_DTYPE = torch.bfloat16 if rounds else torch.float32
-    fitting.callbacks = lambda cfg, run, peak: [Watch(run.path, interrupt, poison, dies), *callbacks(cfg, run, peak)]
+    fitting.callbacks = lambda cfg, run, *more: [Watch(run.path, interrupt, poison, dies), *callbacks(cfg, run, *more)]
     cli.leave_ranks = lambda: None  # DeepSpeed keeps its groups for the life of a process
     sys.argv = [command, *arguments]
     try:

@@ -94,16 +94,18 @@ class DrafterTraining(Training):
         """
         reading, n_tokens, places = self.target.with_capture(fit.layers), 0, slice(None)
         if isinstance(rows, FeatureRows | ServedRows):
-            known = rows.layers if isinstance(rows, ServedRows) else rows.store.manifest.layers
+            is_served = isinstance(rows, ServedRows)
+            # Our server computes what is asked for, a vLLM what it was started with.
+            known = getattr(rows.server, "layers", fit.layers) if is_served else rows.store.manifest.layers
             if missing := {*fit.layers} - {*known}:
                 raise UserError(
                     f"init=pruned reads the input of block {min(missing)}, which the stored or served states do not "
                     f"have; prepare a store with layers={[*fit.layers]}, or give init=random"
                 )
-            if isinstance(rows, FeatureRows):
-                rows = replace(rows, layers=fit.layers)
-            else:
+            if is_served and hasattr(rows.server, "layers"):
                 places = [known.index(layer) for layer in fit.layers]
+            else:
+                rows = replace(rows, layers=fit.layers)
         with stage("fitting the drafter's input to the target's", FIT_TOKENS) as advance:
             for place in torch.randperm(len(rows), generator=torch.Generator().manual_seed(0)).tolist():
                 batch = rows[[place]]
