@@ -30,7 +30,6 @@ from weakref import WeakKeyDictionary
 
 import numpy as np
 import torch
-from scipy.optimize import isotonic_regression
 from transformers import PreTrainedModel
 
 from spectrain import kernels
@@ -174,10 +173,10 @@ def forward_curve(known: Known, n_rows: int, is_flat: bool = False) -> np.ndarra
     expected, scale = shape(n_rows * sizes), np.zeros(len(sizes))
     if known:
         of, (seconds, weights) = np.array([*known]), np.array([*known.values()]).T
-        for rows in {*of[:, 0]}:  # a larger size takes no less, so what contradicts this is averaged
+        for rows in {*of[:, 0]}:  # a larger size bounds a smaller one: other work only ever adds to a time
             (places,) = np.nonzero(of[:, 0] == rows)
-            places = places[of[places, 1].argsort()]
-            seconds[places] = isotonic_regression(seconds[places], weights=weights[places]).x
+            places = places[of[places, 1].argsort()[::-1]]
+            seconds[places] = np.minimum.accumulate(seconds[places])
         ratios = np.log(seconds / shape(of[:, 0] * of[:, 1]))
         away = np.abs(np.log(of[:, 1])[:, None] - np.log(sizes)) + np.abs(np.log(of[:, :1] / n_rows))
         near = weights[:, None] * np.exp((away.min(axis=0) - away) / WIDTH)  # the nearest size always says something

@@ -214,6 +214,13 @@ def test_forwards_have_the_known_shape_scaled_by_what_near_sizes_took():
     assert seldom[8] < 0.05
 
 
+def test_a_size_that_other_work_made_slow_is_bounded_by_a_larger_one():
+    quiet = {(1, 1): (0.016, 8), (1, 6): (0.018, 8), (1, 8): (0.019, 8)}
+    spoiled = quiet | {(1, 2): (0.031, 8), (1, 3): (0.057, 8), (1, 5): (0.032, 8)}
+    assert forward_curve(spoiled, 1)[1:9] == pytest.approx(forward_curve(quiet, 1)[1:9], rel=0.1)
+    assert forward_curve(spoiled, 1)[5] <= 0.019
+
+
 def test_drafts_are_shares_of_a_plain_step_until_one_was_run():
     guessed = draft_curve({}, 1, 2.0)
     assert (guessed[0], guessed[1], guessed[5]) == pytest.approx((0.04, 0.24, 1.04))
