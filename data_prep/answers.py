@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import dataclasses
 import logging
-import math
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
@@ -177,8 +176,12 @@ class PromptParts(Parts):
     def make(self, build: Build, parts: Sequence[int], advance: Advance) -> None:
         """Have all turns of these questions answered; those that the target cannot read have failed."""
         replies = {row["id"]: row["response"] for row in answered_rows(build.work)}
-        ends_s = time.monotonic() + (self.within_s or math.inf)
-        answers = Answers(build, advance, replies, lambda: self.target.agreed(time.monotonic() > ends_s))
+        ends_s = None if self.within_s is None else time.monotonic() + self.within_s
+
+        def is_time_up() -> bool:
+            return ends_s is not None and self.target.agreed(time.monotonic() > ends_s)
+
+        answers = Answers(build, advance, replies, is_time_up)
         with suppress(TimeIsUpError):
             self._make(parts, answers, advance)
 

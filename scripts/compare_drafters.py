@@ -31,15 +31,15 @@ EAGLE = "+exp=eagle3", "intermediate_size=3072", "loss=mixed", "roots_every=4", 
 KINDS = {  # name in the table -> its folder, and the options of its training
     "SPIRe": ("spire", "+exp=spire", "n_layer=2", "draft_vocab=8192"),
     "EAGLE-3": ("eagle3", *EAGLE),
-    "EAGLE-3, `init=pruned`": ("eagle3_pruned", *EAGLE, "init=pruned"),
-    "EAGLE-3, `init=pruned`, window 64": ("eagle3_window", *EAGLE, "init=pruned", "window_tokens=64"),
+    "EAGLE-3, window 64": ("eagle3_window", *EAGLE, "window_tokens=64"),
+    "EAGLE-3, `init=random`": ("eagle3_random", *EAGLE, "init=random"),
     "DFlash": (
         *("dflash", "+exp=dflash", "n_layer=2", "block_tokens=8", "target_layers=[2,15,27]", "loss=mixed"),
         "draft_vocab=8192",
     ),
     "vanilla": ("vanilla", "+exp=vanilla", "n_layer=9"),
 }
-TREES = {"SPIRe with SSSD": ("spire_sssd", "SPIRe"), "EAGLE-3 with SSSD": ("eagle3_sssd", "EAGLE-3, `init=pruned`")}
+TREES = {"SPIRe with SSSD": ("spire_sssd", "SPIRe"), "EAGLE-3 with SSSD": ("eagle3_sssd", "EAGLE-3")}
 SAMPLINGS = {"greedy": "greedy", "T = 0.8": "t08"}
 OWN = ("target", "activations", "prompts", "long", "steps", "beside", "kinds", "corpus")
 BENCH = "limit=8", "max_new_tokens=64"

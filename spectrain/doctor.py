@@ -27,7 +27,7 @@ from spectrain.config.commands import Doctor
 from spectrain.kernels import why_no_kernels, works
 from spectrain.kernels.cpu.products import width
 from spectrain.measure.tables import size
-from spectrain.stores.environment import CGROUP, OtherWork, cpu_name, host_memory, is_disturbed, version_of
+from spectrain.stores.environment import CGROUP, OtherWork, cpu_name, host_memory, is_disturbed, n_cores, version_of
 from spectrain.stores.files import free_bytes
 from spectrain.terminal import stage
 
@@ -52,7 +52,7 @@ def main(options: Doctor) -> None:
 
 def machine() -> Iterator[Finding]:
     """Cores, threads, what other processes do, memory, disk, and each GPU that torch sees, or why it sees none."""
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    cores = n_cores()
     vectors = {16: "AVX-512", 8: "AVX2"}.get(width(), "128 bits")
     yield "processor", f"{cpu_name()}, {cores} of {os.cpu_count()} cores, {vectors}", ""
     file, usable = CGROUP / "cpu.max", cores  # of a container: microseconds of a core, in how many

@@ -14,7 +14,6 @@ if __name__ == "__main__":  # first, so that --help and a wrong option are answe
 
     run("spectrain.speedup")
 
-import logging
 import os
 import random
 import shlex
@@ -43,14 +42,13 @@ from spectrain.methods.registry import BASELINE
 from spectrain.models.artifacts import MANIFEST as EXPORTED
 from spectrain.models.artifacts import default_artifact, read_manifest
 from spectrain.models.kinds import drafters
-from spectrain.stores.files import json_line, read_json, write_json
+from spectrain.stores.environment import n_cores
+from spectrain.stores.files import json_line, read_json, write_json, write_whole
 from spectrain.stores.folder import MANIFEST
 from spectrain.stores.locations import CHECKPOINTS
 from spectrain.target import fingerprint
 from spectrain.terminal import IS_STAGE, result_console, say_next
 from spectrain.training.runs import RunFolder
-
-log = logging.getLogger(__name__)
 
 SHARES = {"answers": 0.35, "drafter": 0.45, "datastore": 0.05, "verdict": 0.15}  # of hours=
 HELD_OUT, FEWEST_HELD_OUT = 0.2, 8  # of the prompts, at the most, and at the least
@@ -74,12 +72,11 @@ def main(options: Speedup) -> None:
     config = plain(options) | {"kind": "speedup", "run_dir": options.out, "questions": questions.digest(asked)}
     with RunFolder.claim(config, "verdict.json") as run, interruptible(f"to resume in {run.path}"):
         stages = Stages(options, run.path)
-        if not run.resumes:
-            init = initial(options)
-            run.begin()
-            run.keep_to({"init": init})
-            write_questions(run.path / "held_out.jsonl", asked[:n_held])
-            write_questions(run.path / "prompts.jsonl", asked[n_held:])
+        run.begin()
+        if not run.source:
+            run.keep_to({"init": initial(options)})
+        for name, part in (("held_out", asked[:n_held]), ("prompts", asked[n_held:])):
+            write_questions(run.path / f"{name}.jsonl", part)
         stages.answer()
         stages.train(run.source["init"])
         stages.build_datastore()
@@ -103,7 +100,7 @@ def write_questions(file: Path, asked: Sequence[Question]) -> None:
     rows = (
         {"question_id": one.id, "category": one.category, "turns": one.turns, "system": one.system} for one in asked
     )
-    file.write_text("".join(json_line({name: v for name, v in row.items() if v}) for row in rows), encoding="utf-8")
+    write_whole(file, "".join(json_line({name: v for name, v in row.items() if v}) for row in rows))
 
 
 @dataclass
@@ -129,11 +126,14 @@ class Stages:
         return f"corpus=responses:{self.folder / ANSWERS}"
 
     @property
+    def on_gpu(self) -> bool:
+        return self.options.target.device != "cpu" and torch.cuda.is_available()
+
+    @property
     def n_ranks(self) -> int:
-        device = self.options.target.device
-        if device != "cpu" and torch.cuda.is_available():
-            return torch.cuda.device_count() if device in ("auto", "cuda") else 1
-        return min(MOST_RANKS, len(os.sched_getaffinity(0)))
+        if self.on_gpu:
+            return torch.cuda.device_count() if self.options.target.device in ("auto", "cuda") else 1
+        return min(MOST_RANKS, n_cores())
 
     def answer(self) -> None:
         """Let the target answer prompts for its share of the time."""
@@ -148,7 +148,7 @@ class Stages:
     def train(self, init: str | None) -> None:
         out, kind = self.folder / "drafter", self.options.train
         own = [f"init={init}", "draft_vocab=null"] if init else []
-        if self.n_ranks > 1 and not torch.cuda.is_available():  # GPUs are all taken by default
+        if not self.on_gpu:  # GPUs are all taken by default
             own += ["trainer=ddp", "trainer.accelerator=cpu", f"trainer.devices={self.n_ranks}"]
         if "hours" not in self.seconds:  # a training that resumes has the same; what answers left is the drafter's
             self.seconds["hours"] = round(self.left_s(ANSWERS, "drafter") / 3600, 4)
@@ -204,15 +204,10 @@ class Stages:
         if into:
             into.with_suffix(".partial").replace(into)
 
-    @property
-    def n_threads(self) -> int:
-        """Of each rank."""
-        return max(1, len(os.sched_getaffinity(0)) // self.n_ranks)
-
     def environments(self, n_ranks: int) -> Iterator[dict[str, str]]:
         """Yield the environment of each rank, as torchrun makes it."""
         own = os.environ | {IS_STAGE: "1"}
-        own |= {"OMP_NUM_THREADS": str(self.n_threads)} if self.n_ranks > 1 else {}
+        own |= {"OMP_NUM_THREADS": str(max(1, n_cores() // self.n_ranks))} if self.n_ranks > 1 else {}
         if n_ranks == 1:
             yield own
             return

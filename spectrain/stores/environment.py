@@ -89,6 +89,11 @@ def date_now() -> str:
 
 
 @cache  # the system takes a millisecond to tell
+def n_cores() -> int:
+    """Return how many cores this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
 def cpu_name() -> str:
     """Return the model of this machine's processor, as the system tells it."""
     cpuinfo = Path("/proc/cpuinfo")
