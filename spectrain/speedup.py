@@ -22,6 +22,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import cached_property
@@ -54,6 +55,7 @@ SHARES = {"answers": 0.35, "drafter": 0.45, "datastore": 0.05, "verdict": 0.15} 
 HELD_OUT, FEWEST_HELD_OUT = 0.2, 8  # of the prompts, at the most, and at the least
 MOST_RANKS = 4  # on a CPU, each with a share of its cores and a model of its own
 LEAST_MINUTES = 0.5  # of answers, and of the measurement
+ENDS_WITHIN_S = 10.0  # after SIGTERM
 POLL_S, NOTE_S = 0.2, 10.0  # between two looks at a stage, and two notes of its time
 OWN = "drafter", "datastore"  # which methods draft with
 ANSWERS, SECONDS = "answers", "seconds.json"
@@ -190,8 +192,12 @@ class Stages:
         with ExitStack() as held:
             stream = into and held.enter_context(into.with_suffix(".partial").open("w", encoding="utf-8"))
             command = [sys.executable, "-m", module_of(name), *arguments]
-            ranks = [subprocess.Popen(command, env=one, stdout=stream) for one in self.environments(n_ranks)]
+            ranks: list[subprocess.Popen] = []
             held.callback(end, ranks)
+            # A thread starts them: a signal interrupts the main one alone, and so leaves no process that is not ended.
+            starter = held.enter_context(ThreadPoolExecutor(1))
+            for one in self.environments(n_ranks):
+                starter.submit(lambda one=one: ranks.append(subprocess.Popen(command, env=one, stdout=stream))).result()
             while (codes := [one.poll() for one in ranks]).count(0) < n_ranks:
                 if code := next(filter(None, codes), 0):
                     raise SystemExit(code)
@@ -218,11 +224,15 @@ class Stages:
 
 
 def end(processes: Sequence[subprocess.Popen]) -> None:
-    """End processes that still run, and wait for them."""
+    """End processes that still run; those that wait for others in native code hear no signal, and lose nothing."""
     for one in processes:
         one.terminate()
     for one in processes:
-        one.wait()
+        try:
+            one.wait(ENDS_WITHIN_S)
+        except subprocess.TimeoutExpired:
+            one.kill()
+            one.wait()
 
 
 def free_port() -> int:
