@@ -25,7 +25,7 @@ from rich.text import Text
 
 from spectrain.config.commands import Doctor
 from spectrain.kernels import why_no_kernels, works
-from spectrain.kernels.cpu.products import width
+from spectrain.kernels.cpu.processor import width
 from spectrain.measure.tables import size
 from spectrain.stores.environment import CGROUP, OtherWork, cpu_name, host_memory, is_disturbed, n_cores, version_of
 from spectrain.stores.files import free_bytes

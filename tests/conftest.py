@@ -47,7 +47,8 @@ from spectrain.decoding import Sampling, generate
 from spectrain.drafting import step_costs as seconds_table
 from spectrain.errors import UserError
 from spectrain.kernels import works
-from spectrain.kernels.cpu import products
+from spectrain.kernels.cpu import products, tiles
+from spectrain.kernels.cpu.processor import SWITCH, cpu_features
 from spectrain.methods.speculative import Speculative
 from spectrain.planning.plan import Machine, Plan
 from spectrain.retrieval.calibration import calibrate
@@ -284,10 +285,11 @@ PROCESSORS = {
 @pytest.fixture
 def use_processor(monkeypatch):
     """Takes the ways of one of `PROCESSORS` until the test ends."""
-    known = products.cpu_features, products._rows_together, products._compiled, works, is_emulated, most_rows
+    known = cpu_features, products._rows_together, products._compiled, tiles.available, works
+    known += is_emulated, most_rows, tiles.available
 
     def use(name: str) -> None:
-        monkeypatch.setenv(products.SWITCH, PROCESSORS[name])
+        monkeypatch.setenv(SWITCH, PROCESSORS[name])
         for function in known:
             function.cache_clear()
 

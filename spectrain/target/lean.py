@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from spectrain.errors import UserError
-from spectrain.kernels import ACTIVATIONS, MOST_TOKENS, Programs, outruns_torch, unique, why_no_kernels
+from spectrain.kernels import ACTIVATIONS, MOST_TOKENS, Programs, outruns_torch, unique, why_no_kernels, works
 from spectrain.target.forward import Forward, can_fuse
 from spectrain.target.kv_cache import KVCache
 from spectrain.target.llama import LlamaDecoder, LlamaShape, Rope
@@ -205,7 +205,21 @@ class LeanEngine:
 
     @property
     def dtype(self) -> torch.dtype:
+        """What steps and prompts are computed in: float32 on a CPU, even of a model in bfloat16.
+
+        Its weights are read as they are, and that is where the time goes. States in bfloat16 would save none of it, and
+        a text would depend on how many tokens are computed at a time.
+        """
+        return torch.float32 if self._widens else self.text_dtype
+
+    @property
+    def text_dtype(self) -> torch.dtype:
+        """What whole texts are computed in."""
         return self._dtype or self.model.model.embed_tokens.weight.dtype
+
+    @property
+    def _widens(self) -> bool:
+        return self.text_dtype == torch.bfloat16 and self.device.type == "cpu" and works(torch.bfloat16)
 
     @property
     def unembedding(self) -> Tensor:
@@ -259,13 +273,15 @@ class LeanEngine:
         if made_of == self._made_of:
             return
         with torch.inference_mode(own.is_inference()):  # what is made of inference tensors must be such
-            whole = lean_decoder(self.model, self.dtype)
-            on_a_cpu = self.device.type == "cpu"
+            whole = text = lean_decoder(self.model, self.dtype)
+            if self._widens:
+                text = lean_decoder(self.model, self.text_dtype)
+            on_a_cpu, dtype = self.device.type == "cpu", self.text_dtype
             self._decoder = on_cpu(whole, self.layers) if on_a_cpu else whole
-            converts = own.dtype != self.dtype or (on_a_cpu and (is_emulated(self.dtype) or outruns_torch()))
-            self._text_decoder = on_cpu(whole, TextLinear) if converts else whole
+            converts = own.dtype != dtype or (on_a_cpu and (is_emulated(dtype) or outruns_torch(own.dtype)))
+            self._text_decoder = on_cpu(text, TextLinear) if converts else text
         self._made_of = own.data_ptr(), *made_of[1:]  # which may have become a view
-        self._weights, self._copied, self._unembedding = addresses(self.model), whole.copied, None
+        self._weights, self._copied, self._unembedding = addresses(self.model), [*whole.copied, *text.copied], None
         self._storage = unique()
         self._fuses = on_a_cpu and can_fuse(self._decoder, whole.shape)
         # The module that runs steps through our own kernels; None: torch runs them.
@@ -322,7 +338,7 @@ class LeanEngine:
     def reads_prompts(self) -> bool:
         """Whether programs read prompts faster than torch does: they spend less time beside their products."""
         self._renew()
-        return self._fuses and outruns_torch() and not torch.is_grad_enabled()
+        return self._fuses and outruns_torch(self._own.dtype) and not torch.is_grad_enabled()
 
     def read_prompts(
         self,

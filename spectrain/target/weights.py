@@ -26,10 +26,10 @@ def is_emulated(dtype: torch.dtype) -> bool:
 
 
 @cache
-def most_rows(dtype: torch.dtype) -> float:
-    """Return the rows of inputs of this dtype up to which the kernel is the fastest."""
+def most_rows(dtype: torch.dtype, weights: torch.dtype) -> float:
+    """Return the rows of inputs of a dtype up to which the kernel is the fastest for weights of another."""
     if dtype == torch.float32 or is_emulated(dtype):
-        return inf if outruns_torch() else MOST_ROWS
+        return inf if outruns_torch(weights) else MOST_ROWS
     return MOST_HALF_ROWS
 
 
@@ -61,7 +61,7 @@ class RowsLinear(nn.Module):
 
     def most_rows(self, dtype: torch.dtype) -> float:
         """Return up to how many rows of this dtype the kernel takes."""
-        return most_rows(dtype)
+        return most_rows(dtype, self.weight.dtype)
 
 
 class TextLinear(RowsLinear):
@@ -70,7 +70,7 @@ class TextLinear(RowsLinear):
     most_emulated = 0  # all texts alike
 
     def most_rows(self, dtype: torch.dtype) -> float:
-        most = most_rows(dtype)
+        most = most_rows(dtype, self.weight.dtype)
         return most if most == inf else 0  # the kernel rounds differently, so it takes all texts or none
 
 

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from spectrain.kernels.cpu.operations import STATE_BYTES, TAKEN
-from spectrain.kernels.cpu.running import Table, product_line
+from spectrain.kernels.cpu.running import Table, product_lines
 
 
 @pytest.fixture
@@ -21,8 +21,8 @@ def test_pieces_whose_thread_never_comes_back_are_computed_by_who_waits_for_them
     draws = torch.Generator().manual_seed(0)
     x, weight = torch.randn(2, 64, generator=draws), torch.randn(400, 64, generator=draws)
     y = torch.zeros(2, 400)
-    line, own_bytes = product_line(x, weight, None, y, n)
-    table = Table([line], n, own_bytes)
+    lines, own_bytes = product_lines(x, weight, None, y, n, None)
+    table = Table(lines, n, own_bytes)
     states = table._states[-table._states.ctypes.data % STATE_BYTES :].view("int64")
     states[:] = 0
     states[TAKEN // 8] = 2  # by a thread that has lost its core

@@ -69,7 +69,7 @@ def step(m: int, dtype: torch.dtype, family: str = "llama_gqa", capacity: int = 
     """Run a step of a root, or of a chain, through the kernels."""
     from spectrain.target import fused
 
-    decoder = TargetModel(tiny_model(family, num_hidden_layers=1).to(dtype))._engine.decoder
+    decoder = lean.lean_decoder(tiny_model(family, num_hidden_layers=1).to(dtype), dtype)
     cache = KVCache(1, n_tokens=capacity)
     cache.allocate(decoder.shape.n_kv_head, decoder.shape.head_dim, dtype, torch.device("cpu"))
     tokens, seen = torch.zeros(1, m, dtype=torch.int64), torch.ones(1, m, m, dtype=torch.bool).tril()

@@ -9,7 +9,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, BertConfig, BertForMaskedLM
 
 from spectrain.errors import UserError
-from spectrain.target import load_target
+from spectrain.target import KVCache, load_target
 from spectrain.target.loading import check_card
 from tests.conftest import tiny_model
 from tests.decoding.test_loop import word_tokenizer
@@ -29,7 +29,17 @@ def test_loaded_target_is_frozen_and_ready(folder):
     assert not any(parameter.requires_grad for parameter in target.model.parameters())
     assert target.tokenizer.decode([4, 5]) == "w4 w5"
     assert target.forward(torch.tensor([[4, 5]])).captured.shape == (1, 2, 1, 32)
-    assert load_target(folder, dtype="bfloat16", device="cpu").dtype == torch.bfloat16
+
+
+def test_a_target_in_bfloat16_has_short_weights_and_takes_exact_steps(folder):
+    target = load_target(folder, dtype="bfloat16", device="cpu")
+    assert (target.dtype, target.model.dtype) == (torch.float32, torch.bfloat16)
+    assert target.forward(torch.tensor([[4, 5]])).logits.dtype == torch.bfloat16  # whole texts
+    exact = load_target(folder, device="cpu")
+    exact.model.load_state_dict({name: one.float() for name, one in target.model.state_dict().items()})
+    tokens = torch.tensor([[4, 5, 6]])
+    outputs = [one.prefill(tokens, [3], KVCache(1), range(1)).logits for one in (target, exact)]
+    torch.testing.assert_close(*outputs, rtol=1e-5, atol=1e-5)
 
 
 def test_loading_shows_no_progress_bar_and_leaves_the_users_setting(folder, capfd, monkeypatch):

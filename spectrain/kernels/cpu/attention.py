@@ -109,7 +109,7 @@ def _scores(queries, keys, scores, n_queries, count, size, kernels, given):
         arguments = wholes(given)
         arguments[0], arguments[1], arguments[2], arguments[3] = queries, keys, scores, 0
         arguments[4], arguments[5], arguments[6] = count, size, n_queries
-        call(wholes(kernels)[t - 1], given)
+        call(wholes(kernels)[t - 1], given, 0, 1)
         return
     for query in range(n_queries):
         q, y = floats(queries + 4 * query * size), floats(scores + 4 * query * count)
@@ -142,7 +142,7 @@ def _add_values(parts, weights, values, n_queries, count, size, kernels, given):
         arguments[0], arguments[1] = weights + 4 * query * count, values
         arguments[2], arguments[3] = parts + 4 * query * (size + 2), size + 2
         arguments[4], arguments[5], arguments[6] = size, count, t
-        call(wholes(kernels)[MOST_QUERIES + t - 1], given)
+        call(wholes(kernels)[MOST_QUERIES + t - 1], given, 0, 1)
         query += t
     for q in range(query, n_queries):
         part, weight = floats(parts + 4 * q * (size + 2)), floats(weights + 4 * q * count)

@@ -45,15 +45,15 @@ halves, words, doubles = _pointer_to(types.uint16), _pointer_to(types.int32), _p
 
 
 @intrinsic
-def call(typing, function, arguments):
-    """Call the function at an address with one argument, an address."""
+def call(typing, function, arguments, piece, n_pieces):
+    """Call the function at an address with the address of its arguments, and the piece that it is to compute."""
 
     def build(context, builder, signature, given):
-        kind = ir.FunctionType(ir.VoidType(), [ir.IntType(64)])
-        builder.call(builder.inttoptr(given[0], kind.as_pointer()), [given[1]])
+        kind = ir.FunctionType(ir.VoidType(), [ir.IntType(64)] * 3)
+        builder.call(builder.inttoptr(given[0], kind.as_pointer()), given[1:])
         return context.get_dummy_value()
 
-    return types.void(types.int64, types.int64), build
+    return types.void(*[types.int64] * 4), build
 
 
 def _atomic(operation: str):

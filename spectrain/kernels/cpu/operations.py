@@ -39,6 +39,7 @@ from spectrain.kernels.cpu.intrinsics import (
     wholes,
     widened,
 )
+from spectrain.kernels.cpu.tiles import split
 from spectrain.kernels.cpu.warping import BLOCK, draw, largest, warp
 
 FIELDS = 22  # of an operation: its kind, addresses and sizes, how many pieces it has, and whether the next may begin
@@ -201,7 +202,7 @@ def keep(op, thread, n_threads):
 # The kind of an operation is its place here, after those of a product and of `leave`, which need more than the line.
 OPERATIONS = (
     *(norm, rotate, attend, combine, silu, embed, angles, copy, argmax, pick, warp, draw, judge),
-    *(mix, window, keep, count, bend, judge_states),
+    *(mix, window, keep, count, bend, judge_states, split),
 )
 PRODUCT, LEAVE, FIRST = range(3)
 
@@ -241,7 +242,7 @@ def _product(op, state, piece, n_pieces, mine):
     arguments[0], arguments[1], arguments[2] = op[2], op[3] + first * n_in * op[10], y
     arguments[3] = op[5] + 4 * first if op[5] != 0 else 0
     arguments[4], arguments[5], arguments[6] = size, n_in, n_rows
-    call(op[1], mine)
+    call(op[1], mine, 0, 1)
     bit = types.int64(1) << piece
     if atomic_or(state + PUBLISHED, bit) & bit:
         return

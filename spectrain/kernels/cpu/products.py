@@ -16,7 +16,6 @@ Letters: M rows of x, K inputs, N outputs (rows of the matrix), R and T as above
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import cache
@@ -26,15 +25,10 @@ import torch
 from llvmlite import ir
 from torch import Tensor
 
+from spectrain.kernels.cpu.processor import cpu_features, width
+
 BITS = {torch.float32: 32, torch.bfloat16: 16, torch.int8: 8}  # of a weight
 MOST_T = 7  # rows that are multiplied in one pass: four rows twice are faster than eight
-# What a processor multiplies half precision with, by LLVM's names.
-ARITHMETIC = {
-    torch.bfloat16: ("avx512bf16", "amx-bf16", "bf16"),
-    torch.float16: ("avx512fp16", "amx-fp16", "fullfp16"),
-}
-SWITCH = "SPECTRAIN_CPU"  # the environment variable that changes which instructions are used
-NARROW_MKL = "narrow-mkl"  # our name, beside LLVM's: MKL uses only half of each vector
 MOST_QUERIES = 4  # that attention multiplies at a time: five to eight were slower on Zen 5, and need more registers
 LEAST_OUTPUTS = 8  # the most rows that a kernel takes at a time
 ARGUMENTS = ("x", "weight", "y", "scale", "n_out", "n_in", "n_rows")  # of a kernel: addresses, then sizes
@@ -92,42 +86,6 @@ def takes(weight: Tensor) -> bool:
     )
 
 
-@cache
-def cpu_features() -> dict[str, bool]:
-    """Return which instructions are used, by LLVM's names: those of this processor, as SPECTRAIN_CPU changes them.
-
-    Each word of it removes one or adds one, as in `-avx512f,+avx512bf16`. So the way that the code takes on another
-    processor can be taken on this one: what is added is computed with the instructions that are there.
-    """
-    changes = [word for word in os.environ.get(SWITCH, "").split(",") if word]
-    if wrong := [word for word in changes if word[0] not in "+-"]:
-        raise ValueError(f"{SWITCH}: {wrong[0]} has no sign; write -avx512f, +avx512bf16, or leave it unset")
-    llvm.initialize_native_target()
-    llvm.initialize_native_asmprinter()
-    found = dict(llvm.get_host_cpu_features()) | {word[1:]: word[0] == "+" for word in changes}
-    is_amd = llvm.get_host_cpu_name().startswith("znver") and torch.backends.mkl.is_available()
-    return {NARROW_MKL: bool(found.get("avx512f")) and is_amd} | found
-
-
-def multiplies(dtype: torch.dtype) -> bool:
-    """Whether this processor multiplies numbers of this dtype itself; if not, float32 is many times faster."""
-    return dtype not in ARITHMETIC or any(cpu_features().get(name) for name in ARITHMETIC[dtype])
-
-
-def outruns_torch() -> bool:
-    """Return whether the kernel in float32 is faster than torch for any number of rows.
-
-    It is on processors of AMD with AVX-512, because MKL uses only half of each vector there.
-    """
-    return cpu_features()[NARROW_MKL]
-
-
-def width() -> int:
-    """Return the floats of a vector register."""
-    found = cpu_features()
-    return 16 if found.get("avx512f") else 8 if found.get("avx2") else 4
-
-
 def _pair_sums() -> str | None:
     """Return the name of what multiplies neighbours of 16 bits and adds each two, of two full registers."""
     if width() == 16 and cpu_features().get("avx512bw"):
@@ -166,10 +124,15 @@ def _compiled(dtype: torch.dtype) -> dict[str, int]:
     if not (cpu_features().get("fma") or cpu_features().get("neon")):
         raise RuntimeError("its vectors have no fused multiply-add")
     module = ir.Module("spectrain")
-    written = [_Kernel(module, dtype, t, f"rows{t}").build() for t in range(1, _most_together() + 1)]
+    written = [Kernel(module, dtype, t, f"rows{t}").build() for t in range(1, _most_together() + 1)]
     if dtype == torch.float32:
         for t in range(1, MOST_QUERIES + 1):
-            written.append(_Kernel(module, dtype, t, f"mix{t}").build_mix())
+            written.append(Kernel(module, dtype, t, f"mix{t}").build_mix())
+    return addresses(module, written)
+
+
+def addresses(module: ir.Module, names: Sequence[str]) -> dict[str, int]:
+    """Compile a module. Return the addresses of its functions, which live as long as the process."""
     own = llvm.get_host_cpu_features()
     removed = [f"-{name}" for name, has in own.items() if has and not cpu_features()[name]]
     features = [own.flatten(), "-prefer-256-bit", *removed]  # or wide vectors are cut in two
@@ -180,7 +143,7 @@ def _compiled(dtype: torch.dtype) -> dict[str, int]:
     engine = llvm.create_mcjit_compiler(parsed, machine)
     engine.finalize_object()
     _engines.append(engine)  # the code lives as long as this
-    return {name: engine.get_function_address(name) for name in written}
+    return {name: engine.get_function_address(name) for name in names}
 
 
 _engines: list[llvm.ExecutionEngine] = []
@@ -207,14 +170,14 @@ def crossed(
             yield from ((i * len(kept) + j, weight, value) for j, value in enumerate(kept))
 
 
-class _Kernel:
+class Kernel:
     """Writes the function for T rows of x in LLVM's language. A last part of fewer rows overlaps the one before."""
 
     def __init__(self, module: ir.Module, dtype: torch.dtype, t: int, name: str) -> None:
         self.module, self.dtype, self.t, self.width = module, dtype, t, width()
         self.r, self.vector = _matrix_rows(t, dtype == torch.int8), ir.VectorType(FLOAT, self.width)
         self.weight_type = FLOAT if dtype == torch.float32 else ir.IntType(BITS[dtype])
-        kind = ir.FunctionType(ir.VoidType(), [INT.as_pointer()])
+        kind = ir.FunctionType(ir.VoidType(), [INT.as_pointer(), INT, INT])  # arguments, piece, pieces
         self.function = ir.Function(module, kind, name)
         self.b = ir.IRBuilder(self.function.append_basic_block())
 
@@ -433,10 +396,10 @@ class _Kernel:
         upper = self.b.shl(self.b.zext(values, words), ir.Constant(words, [16] * self.width))
         return self.b.bitcast(upper, self.vector)
 
-    def fetch(self, address: ir.Value) -> None:
-        """Ask for a line of memory to be read ahead; past the end of the matrix that does nothing."""
+    def fetch(self, address: ir.Value, nearness: int = 3) -> None:
+        """Ask for a line of memory ahead, into the first cache if `nearness` is 3. Past the matrix it does nothing."""
         fetch = self.declared("llvm.prefetch", ir.VoidType(), [BYTE.as_pointer(), WORD, WORD, WORD])
-        self.b.call(fetch, [self.b.bitcast(address, BYTE.as_pointer()), WORD(0), WORD(3), WORD(1)])
+        self.b.call(fetch, [self.b.bitcast(address, BYTE.as_pointer()), WORD(0), WORD(nearness), WORD(1)])
 
     def at_most(self, value: ir.Value, limit: ir.Value) -> ir.Value:
         return self.b.select(self.b.icmp_signed("<", value, limit), value, limit)

@@ -16,9 +16,9 @@ import torch
 from torch import Tensor
 
 from spectrain.kernels.cpu import operations as ops
-from spectrain.kernels.cpu import products
+from spectrain.kernels.cpu import products, tiles
 from spectrain.kernels.cpu.attention import CHUNK
-from spectrain.kernels.cpu.running import Table, product_line
+from spectrain.kernels.cpu.running import Table, product_lines
 from spectrain.kernels.cpu.warping import N_OPTIONS, warping_bytes
 
 MOST_TOKENS = 64  # of a forward
@@ -39,6 +39,7 @@ class Program:
         self.n_threads = torch.get_num_threads()
         self._lines: list[list[int]] = []
         self._kept: list[object] = []  # whose addresses the operations hold
+        self._buffers: dict[Hashable, Tensor] = {}  # that operations of one kind use one after the other
         self.own_bytes = 0
         self._work: Tensor | None = None  # of `drawn`
         self._eps = self.hold(torch.tensor([eps], dtype=torch.float32))
@@ -93,9 +94,10 @@ class Program:
         """y [M, N] = x [M, K] @ weight [N, K].T, times scale [N]."""
         for values in (x, weight, y, *([] if scale is None else [scale])):
             self.hold(values.detach())
-        line, own_bytes = product_line(x, weight, scale, y, self.n_threads)
+        packing = self.hold(tiles.packing(x)) if tiles.takes(x, weight) else None
+        lines, own_bytes = product_lines(x, weight, scale, y, self.n_threads, packing)
         self.own_bytes = max(self.own_bytes, own_bytes)
-        self._lines.append([*line, 0])
+        self._lines += [[*line, 0] for line in lines]
         return len(self._lines) - 1
 
     def norm(self, x: Tensor, added: Tensor | None, weight: Tensor, y: Tensor) -> int:
@@ -164,10 +166,9 @@ class Program:
 
     def _shared(self, name: str, *shape: int) -> Tensor:
         """Memory that operations of one kind use one after the other."""
-        found = self.__dict__.setdefault("_buffers", {})
-        if (name, shape) not in found:
-            found[name, shape] = self.floats(*shape)
-        return found[name, shape]
+        if (name, shape) not in self._buffers:
+            self._buffers[name, shape] = self.floats(*shape)
+        return self._buffers[name, shape]
 
     def silu(self, gate_up: Tensor, y: Tensor) -> int:
         """y [M, F] = silu(gate) * up of a joined projection [M, 2 F]."""

@@ -14,7 +14,7 @@ from llvmlite import binding as llvm
 from torch import Tensor
 
 from spectrain.kernels import reference
-from spectrain.kernels.cpu import products
+from spectrain.kernels.cpu import products, tiles
 from spectrain.kernels.cpu.accept import judge
 from spectrain.kernels.cpu.attention import move as move_nodes
 from spectrain.kernels.cpu.operations import (
@@ -27,6 +27,7 @@ from spectrain.kernels.cpu.operations import (
     compiled,
     kind_of,
 )
+from spectrain.kernels.cpu.processor import mkl_is_narrow, width
 from spectrain.kernels.cpu.warping import N_OPTIONS, warping_bytes
 from spectrain.kernels.cpu.warping import draw as draw_rows
 from spectrain.kernels.cpu.warping import warp as warp_rows
@@ -94,26 +95,30 @@ def _aligned(n_bytes: int) -> tuple[np.ndarray, int]:
     return memory, memory.ctypes.data + -memory.ctypes.data % LINE_BYTES
 
 
-def product_line(
-    x: Tensor, weight: Tensor, scale: Tensor | None, y: Tensor | int, n_threads: int
-) -> tuple[list[int], int]:
-    """Return the operation y = x @ weight.T, and the bytes of its own that each thread needs; see `products.py`."""
-    (n_out, n_in), n_rows, unit = weight.shape, len(x), products.matrix_rows(weight.dtype, len(x))
-    pieces = min(MOST_PIECES, n_out // products.LEAST_OUTPUTS, max(2 * n_threads, weight.nbytes // PIECE_BYTES))
+def product_lines(
+    x: Tensor, weight: Tensor, scale: Tensor | None, y: Tensor | int, n_threads: int, packing: Tensor | None
+) -> tuple[list[list[int]], int]:
+    """Return the operations of y = x @ weight.T, and the bytes of its own that each thread needs; see `products.py`.
+
+    packing: memory that lives as long as the operations, where `tiles.takes` them.
+    """
+    (n_out, n_in), n_rows, lines = weight.shape, len(x), []
+    if packing is None:
+        address, unit = products.kernel(weight.dtype, n_rows), products.matrix_rows(weight.dtype, n_rows)
+    else:
+        address, unit = tiles.kernels()["multiply"], tiles.SIZE
+        lines = [_padded([kind_of(tiles.split), tiles.kernels()["split"], packing.data_ptr()], n_threads)]
+        x = tiles.packed(packing)
+    least = max(unit, products.LEAST_OUTPUTS)
+    pieces = min(MOST_PIECES, n_out // least, max(2 * n_threads, weight.nbytes // PIECE_BYTES))
     pieces -= pieces % n_threads if pieces > n_threads else 0  # else some threads wait for the others' last piece
-    own_bytes = LINE_BYTES + 4 * n_rows * (n_out // pieces + 2 * products.LEAST_OUTPUTS)
-    addresses = [0 if one is None else one if isinstance(one, int) else one.data_ptr() for one in (x, weight, y, scale)]
-    line = [
-        PRODUCT,
-        products.kernel(weight.dtype, n_rows),
-        *addresses,
-        n_out,
-        n_in,
-        n_rows,
-        unit,
-        weight.element_size(),
-    ]
-    return [*line, *[0] * (PIECES - len(line)), pieces], own_bytes
+    own_bytes = LINE_BYTES + 4 * n_rows * (n_out // pieces + 2 * least)
+    line = _numbers((PRODUCT, address, x, weight, y, scale, n_out, n_in, n_rows, unit, weight.element_size()))
+    return [*lines, _padded(line, pieces)], own_bytes
+
+
+def _padded(line: list[int], pieces: int) -> list[int]:
+    return [*line, *[0] * (PIECES - len(line)), pieces]
 
 
 def product(x: Tensor, weight: Tensor, scale: Tensor | None = None) -> Tensor:
@@ -127,15 +132,23 @@ def product(x: Tensor, weight: Tensor, scale: Tensor | None = None) -> Tensor:
         weight: [N, K] contiguous, of a dtype in BITS; N is at least LEAST_OUTPUTS.
         scale: [N] float32 that multiplies the outputs, for weights of 8 bits.
     """
-    y, n_threads = x.new_empty(len(x), len(weight)), torch.get_num_threads()
-    line, own_bytes = product_line(x, weight, scale, y, n_threads)
-    Table([line], n_threads, own_bytes).run()
+    y, n_threads, by_tiles = x.new_empty(len(x), len(weight)), torch.get_num_threads(), tiles.takes(x, weight)
+    size = tiles.MOST_ROWS if by_tiles else max(len(x), 1)
+    for rows, outputs in zip(x.split(size), y.split(size), strict=True):
+        packing = tiles.packing(rows) if by_tiles else None
+        lines, own_bytes = product_lines(rows, weight, scale, outputs, n_threads, packing)
+        Table(lines, n_threads, own_bytes).run()
     return y
 
 
 def fits(weight: Tensor) -> bool:
     """Whether `product` takes a matrix [N, K]."""
     return weight.device.type == "cpu" and products.takes(weight) and works(weight.dtype)
+
+
+def outruns_torch(dtype: torch.dtype) -> bool:
+    """Whether `product` in float32 is faster than torch for any number of rows and weights of this dtype."""
+    return mkl_is_narrow() or (dtype == torch.bfloat16 and tiles.available())
 
 
 @cache
@@ -147,7 +160,7 @@ def works(dtype: torch.dtype) -> bool:
         return False
     try:
         for n_rows in range(1, 2 * products.MOST_T + 2):
-            x = torch.randn(n_rows, 3 * products.width(), **exact)
+            x = torch.randn(n_rows, 6 * width(), **exact)
             weight = torch.randn(37, x.shape[1], **exact)
             weight = (20 * weight).round().to(dtype) if dtype == torch.int8 else weight.to(dtype)
             scale = torch.rand(37, **exact) if dtype == torch.int8 else None
