@@ -3,13 +3,16 @@
     python scripts/bench_kernels.py smollm2 --out kernels.json
     python scripts/bench_kernels.py pystdlib-8l --nodes 1 5 16 --context 256 --threads 2
     python scripts/bench_kernels.py smollm2 --busy 2                # plain decoding, alone and beside busy processes
+    python scripts/bench_kernels.py smollm2 --roofline              # steps against the bandwidth of a CPU's memory
     python scripts/bench_kernels.py smollm2 --gguf smollm2.gguf     # beside llama.cpp: pip install llama-cpp-python
     python scripts/bench_kernels.py random-1b --card                # Triton kernels and forwards against the bandwidth
 
 Whatever is compared takes turns, so that a drifting machine hurts all alike. Each line is a median with its 95 %
 bootstrap interval over turns. `ratio` is their time divided by ours, turn by turn: above 1 ours is faster. A draft
 chain is that of an untrained SPIRe drafter of two blocks over the whole vocabulary. With --card, `limit` is the time in
-which the card's memory gives the bytes that have to be read, and random-1b has the shape of Llama 3.2 1B.
+which the card's memory gives the bytes that have to be read, and random-1b has the shape of Llama 3.2 1B. With
+--roofline, `share` is the time in which a product with a matrix of 1 GiB reads the bytes that a step has to, divided by
+the step's. A part is what its operations take one after the other; what is left is waiting.
 """
 
 from __future__ import annotations
@@ -21,6 +24,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
+from itertools import product
 from pathlib import Path
 
 import torch
@@ -30,6 +34,10 @@ from transformers import AutoModelForCausalLM, LlamaConfig
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # a checkout need not be installed
 
 from spectrain.decoding import Drafter, generate
+from spectrain.kernels import Program
+from spectrain.kernels.cpu.attention import attend, combine, rotate
+from spectrain.kernels.cpu.operations import PRODUCT, kind_of
+from spectrain.kernels.cpu.running import Table
 from spectrain.measure.baselines import generate_with_transformers, own_model
 from spectrain.measure.statistics import median
 from spectrain.methods.autoregressive import Autoregressive
@@ -45,6 +53,7 @@ from spectrain.target.lean import shape_of
 WARM_UPS = 2  # turns
 REPEATS = 8  # of what takes milliseconds, per turn
 CHAIN_TOKENS = 4  # of a SPIRe draft
+ROOF_BYTES = 2**30  # that are read to know the memory's bandwidth
 
 Timed = Callable[[], float]  # returns seconds
 
@@ -60,7 +69,10 @@ def main() -> None:
         return report(results, [product_rows(target), attention_rows(target), forward_rows(target, args)], args.out)
     target = load_target(target_path(args.target), args.dtype, args.device)
     results = provenance() | device_facts(target.device, target.dtype) | {"target": args.target, "rows": []}
-    sections = [busy_rows(target, args)] if args.busy else [kernel_rows(target, args), text_rows(target, args)]
+    if args.roofline:
+        sections = [roofline_rows(target, args)]
+    else:
+        sections = [busy_rows(target, args)] if args.busy else [kernel_rows(target, args), text_rows(target, args)]
     report(results, sections, args.out)
 
 
@@ -87,6 +99,8 @@ def parsed() -> argparse.Namespace:
     parser.add_argument("--turns", type=int, default=12)
     parser.add_argument("--card", action="store_true", help="time the Triton kernels of a GPU, and forwards by them")
     parser.add_argument("--busy", type=int, default=0, help="processes beside plain decoding, which alone is timed")
+    parser.add_argument("--roofline", action="store_true", help="time steps of a CPU against its memory's bandwidth")
+    parser.add_argument("--contexts", nargs="+", type=int, default=[256, 4096], help="cached tokens of the roofline")
     parser.add_argument("--gguf", type=Path, help="the target's weights for llama.cpp")
     parser.add_argument("--out", type=Path, help="JSON file of the results")
     return parser.parse_args()
@@ -137,6 +151,39 @@ def busy_rows(target: TargetModel, args: argparse.Namespace) -> Iterator[dict]:
             yield compared(f"text beside {n_busy} busy", {"ours": decode}, args.turns) | {"tokens": args.new}
 
 
+def roofline_rows(target: TargetModel, args: argparse.Namespace) -> Iterator[dict]:
+    """Time steps and their parts beside a read of 1 GiB, by busy processes, threads, cached tokens and nodes."""
+    matrix, vector = torch.ones(ROOF_BYTES // 4 // 4096, 4096), torch.ones(4096)
+    weights = sum(weight.nbytes for weight in target.model.parameters())
+    for n_busy, n_threads, context in product(range(args.busy + 1), sorted({1, args.threads}), args.contexts):
+        torch.set_num_threads(n_threads)
+        prompt = random_tokens(target, context)
+        cache = filled(target, prompt)
+        n_bytes = weights + 2 * sum(keys[0, :, :context].nbytes for keys in cache.keys)
+        for n_nodes in args.nodes:
+            tree = DraftTree.chain(prompt[:, 0], prompt[:, 1:n_nodes])
+            with torch.inference_mode():
+                kept = target.score(tree, cache)  # whose memory the parts write to
+                runs = parts_of(target._engine.forward_of(cache, 1, n_nodes, (), tree.n_silent))
+            runs = {"step": partial(target.score, tree, cache), "read": partial(torch.mv, matrix, vector), **runs}
+            with busy_processes(n_busy):
+                timed = {name: repeated(run, target, 1) for name, run in runs.items()}
+                row = compared(f"{n_nodes} nodes after {context}, {n_threads} threads", timed, args.turns)
+            del kept
+            share = {name: one and n_bytes / ROOF_BYTES * one for name, one in row["ratio"]["read"].items()}
+            row |= {"nodes": n_nodes, "context": context, "threads": n_threads, "busy": n_busy, "bytes": n_bytes}
+            yield row | {"read_gb_per_s": ROOF_BYTES / row["ms"]["read"]["value"] / 1e6, "share": share}
+
+
+def parts_of(forward: Program) -> dict[str, Callable[[], None]]:
+    """Return what runs the operations of each part of a program: products, attention, and all others."""
+    attention = {kind_of(one) for one in (rotate, attend, combine)}
+    lines = {"products": [], "attention": [], "others": []}
+    for line in forward.lines.tolist():
+        lines["products" if line[0] == PRODUCT else "attention" if line[0] in attention else "others"].append(line)
+    return {name: Table(own, forward.n_threads, forward.own_bytes).run for name, own in lines.items()}
+
+
 @contextmanager
 def busy_processes(count: int) -> Iterator[None]:
     """Keep so many processes computing meanwhile."""
@@ -182,6 +229,7 @@ def line_of(row: Mapping) -> str:
         for name, one in row["ratio"].items()
         if one["low"] is not None
     ]
+    found += [f"share {row['share']['value']:.2f}"] if "share" in row else []
     found += [f"limit {row['limit_ms']:.4f} ms"] if "limit_ms" in row else []
     return f"{row['what']}: {', '.join(found)}"
 
@@ -267,9 +315,9 @@ def product_rows(target: TargetModel) -> Iterator[dict]:
             "down": (block.down.weight, None, None, None, residual),
             "unembedding": (decoder.lm_head.weight, None),
         }.items():
-            product, x = triton_kernels._Product(*options), residual.new_ones(m, options[0].shape[1])
-            runs = {f"{t.outputs} x {t.inputs}": partial(product.tiled, x, t) for t in triton_kernels.TILES}
-            runs |= {"torch": partial(product.plain, x)}
+            tiled, x = triton_kernels._Product(*options), residual.new_ones(m, options[0].shape[1])
+            runs = {f"{t.outputs} x {t.inputs}": partial(tiled.tiled, x, t) for t in triton_kernels.TILES}
+            runs |= {"torch": partial(tiled.plain, x)}
             yield on_card(f"{name} of {m}", runs, options[0].nbytes)
 
 

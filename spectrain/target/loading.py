@@ -103,7 +103,11 @@ def load_target(
     check_finite(model, called)
     model.eval().requires_grad_(False)
     if engine != "transformers" and why_not_lean(model) is None:
-        shorten(model)
+        needs_float32 = not shorten(model) and dtype == "float32" and model.device.type == "cpu"
+        if needs_float32 and role == "target" and works(torch.bfloat16):
+            log.info(
+                "weights of the target need float32; target.dtype=bfloat16 would round them, and a step would read half"
+            )
     options = {"engine": engine, "dtype": DTYPES[dtype], "graphs": graphs, "compile": compile, "group": group}
     target = TargetModel(model, tokenizer, capture_layers, **options)
     if group is not None:  # its ranks put it together once, so that later any of them may ask alone
@@ -213,13 +217,18 @@ def _placed(model: nn.Module, device: str) -> nn.Module:
     return model
 
 
-def shorten(model: nn.Module) -> None:
-    """Keep float32 weights in bfloat16 where none loses anything and a kernel multiplies them: they are read faster."""
+def shorten(model: nn.Module) -> bool:
+    """Keep float32 weights in bfloat16 where none loses anything and a kernel multiplies them: they are read faster.
+
+    Return whether that was done.
+    """
     weights = list(model.parameters())
     if any(one.dtype != torch.float32 or one.device.type != "cpu" for one in weights) or not works(torch.bfloat16):
-        return
-    if all(torch.equal(one.bfloat16().float(), one) for one in weights):
-        to_dtype(weights, torch.bfloat16)
+        return False
+    if not all(torch.equal(one.bfloat16().float(), one) for one in weights):
+        return False
+    to_dtype(weights, torch.bfloat16)
+    return True
 
 
 def read_tokenizer(name: str | Path) -> PreTrainedTokenizerBase:

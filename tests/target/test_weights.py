@@ -57,7 +57,12 @@ def test_by_tiles_more_rows_are_computed_than_are_packed_together(use_processor)
     use_processor("AMX")
     if not tiles.available():
         pytest.skip("this processor has no tiles")
-    for n_rows, n_out, n_in in ((5, 16, 32), (17, 61, 96), (tiles.MOST_ROWS + 1, 300, 512), (33, 300, 512)):
+    for n_rows, n_out, n_in in (
+        (tiles.LEAST_ROWS, 16, 32),
+        (17, 61, 96),
+        (tiles.MOST_ROWS + 1, 300, 512),
+        (33, 300, 512),
+    ):
         x, weight = torch.randn(n_rows, n_in), matrix(n_out, n_in, torch.bfloat16)
         x[1] *= 1e-30
         x[2] *= 1e30

@@ -13,6 +13,9 @@ from spectrain.kernels.cpu.products import MOST_QUERIES
 from spectrain.kernels.cpu.warping import largest
 
 CHUNK = 512  # slots that a thread attends to at a time
+LEAST = types.float32(
+    -60.0
+)  # whose exp is added to a sum of 1 or more; smaller ones make products that take a hundred cycles
 
 
 @fast
@@ -109,7 +112,7 @@ def _scores(queries, keys, scores, n_queries, count, size, kernels, given):
         arguments = wholes(given)
         arguments[0], arguments[1], arguments[2], arguments[3] = queries, keys, scores, 0
         arguments[4], arguments[5], arguments[6] = count, size, n_queries
-        call(wholes(kernels)[t - 1], given, 0, 1)
+        call(wholes(kernels)[t - 1 if passes == 1 else MOST_QUERIES + t - 1], given, 0, 1)
         return
     for query in range(n_queries):
         q, y = floats(queries + 4 * query * size), floats(scores + 4 * query * count)
@@ -126,7 +129,8 @@ def _weigh(part, score, best, count, size):
     best = max(best, part[size])
     weight, total = exp(part[size] - best), types.float32(0.0)
     for s in range(count):
-        score[s] = exp(score[s] - best)
+        less = score[s] - best
+        score[s] = exp(less) if less > LEAST else types.float32(0.0)
         total += score[s]
     part[size], part[size + 1] = best, part[size + 1] * weight + total
     for e in range(size):
@@ -142,7 +146,7 @@ def _add_values(parts, weights, values, n_queries, count, size, kernels, given):
         arguments[0], arguments[1] = weights + 4 * query * count, values
         arguments[2], arguments[3] = parts + 4 * query * (size + 2), size + 2
         arguments[4], arguments[5], arguments[6] = size, count, t
-        call(wholes(kernels)[MOST_QUERIES + t - 1], given, 0, 1)
+        call(wholes(kernels)[2 * MOST_QUERIES + t - 1], given, 0, 1)
         query += t
     for q in range(query, n_queries):
         part, weight = floats(parts + 4 * q * (size + 2)), floats(weights + 4 * q * count)

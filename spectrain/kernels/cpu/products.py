@@ -8,8 +8,9 @@ float32 or bfloat16: a checkpoint in bfloat16 is decoded in float32 at the price
 Rows of x that meet weights of 8 bits are rounded to 16 bits first. Sums of products of whole numbers are exact, and
 processors multiply and add pairs of them at once, where they would have to widen each weight to a float before.
 
-One function computes R rows of the matrix with T rows of x at a time, in R T vector registers along K, and fetches the
-next R rows of the matrix meanwhile. Threads share the rows of the matrix among them; see `operations.py`.
+One function computes R rows of the matrix with T rows of x at a time, in R T vector registers along K. The R rows stand
+far from each other, each at a place of its own from which it goes on to the next row: a processor reads a few streams
+side by side nearly twice as fast as one. Threads share the rows of the matrix among them; see `operations.py`.
 
 Letters: M rows of x, K inputs, N outputs (rows of the matrix), R and T as above.
 """
@@ -30,6 +31,7 @@ from spectrain.kernels.cpu.processor import cpu_features, width
 BITS = {torch.float32: 32, torch.bfloat16: 16, torch.int8: 8}  # of a weight
 MOST_T = 7  # rows that are multiplied in one pass: four rows twice are faster than eight
 MOST_QUERIES = 4  # that attention multiplies at a time: five to eight were slower on Zen 5, and need more registers
+STREAMS = 4  # places in the values of a cache that are read by turns; a product has R of them
 LEAST_OUTPUTS = 8  # the most rows that a kernel takes at a time
 ARGUMENTS = ("x", "weight", "y", "scale", "n_out", "n_in", "n_rows")  # of a kernel: addresses, then sizes
 ROUNDED_BYTES = 128 * 1024  # of rounded rows on a thread's stack, or MOST_T rows of up to MOST_ROUNDED inputs
@@ -65,13 +67,12 @@ def _most_together() -> int:
 def attention_kernels() -> list[int]:
     """Return the addresses of what one thread multiplies with: T queries with keys, and T weights with values.
 
-    T is 1 .. MOST_QUERIES.
-
-    The first take the arguments of a product. The others add p @ v to y: x is p [T rows, n_in], weight is v [n_in,
-    n_out], and in place of a scale stands the distance between rows of y.
+    T is 1 .. MOST_QUERIES. The first are those of a product, for keys that are read once. The next take the same
+    arguments, and are faster for keys that a cache has. The last add p @ v to y: x is p [T rows, n_in], weight is v
+    [n_in, n_out], and in place of a scale stands the distance between rows of y.
     """
     compiled = _compiled(torch.float32)
-    return [compiled[f"{name}{t}"] for name in ("rows", "mix") for t in range(1, MOST_QUERIES + 1)]
+    return [compiled[f"{name}{t}"] for name in ("rows", "near", "mix") for t in range(1, MOST_QUERIES + 1)]
 
 
 def takes(weight: Tensor) -> bool:
@@ -127,7 +128,8 @@ def _compiled(dtype: torch.dtype) -> dict[str, int]:
     written = [Kernel(module, dtype, t, f"rows{t}").build() for t in range(1, _most_together() + 1)]
     if dtype == torch.float32:
         for t in range(1, MOST_QUERIES + 1):
-            written.append(Kernel(module, dtype, t, f"mix{t}").build_mix())
+            written += [Kernel(module, dtype, t, f"near{t}", is_near=True).build()]
+            written += [Kernel(module, dtype, t, f"mix{t}").build_mix()]
     return addresses(module, written)
 
 
@@ -171,9 +173,13 @@ def crossed(
 
 
 class Kernel:
-    """Writes the function for T rows of x in LLVM's language. A last part of fewer rows overlaps the one before."""
+    """Writes the function for T rows of x in LLVM's language. A last part of fewer rows overlaps the one before.
 
-    def __init__(self, module: ir.Module, dtype: torch.dtype, t: int, name: str) -> None:
+    With `is_near` the rows of the matrix that are multiplied at a time are neighbours.
+    """
+
+    def __init__(self, module: ir.Module, dtype: torch.dtype, t: int, name: str, is_near: bool = False) -> None:
+        self.is_near = is_near
         self.module, self.dtype, self.t, self.width = module, dtype, t, width()
         self.r, self.vector = _matrix_rows(t, dtype == torch.int8), ir.VectorType(FLOAT, self.width)
         self.weight_type = FLOAT if dtype == torch.float32 else ir.IntType(BITS[dtype])
@@ -200,19 +206,31 @@ class Kernel:
                     unit = self.round(b.gep(x, [b.mul(b.add(begin, one), n_in)]), to, n_in)
                     b.store(unit, b.gep(units, [one]))
             with self.loop(INT(0), n_parts, INT(1)) as (part, _):
-                row = self.at_most(b.mul(part, INT(r)), b.sub(n_out, INT(r)))
+                rows = self.rows(part, n_parts, n_out)
+                scales = [b.load(b.gep(scale, [row])) for row in rows] if in_8_bits else []
                 with self.loop(INT(0), chunk, INT(t)) as (start, _):
                     column = self.at_most(start, b.sub(chunk, INT(t)))
-                    sums = self.sums(chunk_x, weight, row, column, n_in)
+                    sums = self.sums(chunk_x, weight, rows, column, n_in)
                     for j in range(t):
-                        total = self.reduced(sums[j::t])
-                        if in_8_bits:
-                            unit = self.spread(b.load(b.gep(units, [b.add(column, INT(j))])), r)
-                            total = b.fmul(total, b.fmul(self.load(b.gep(scale, [row]), FLOAT, r), unit))
-                        at = b.add(b.add(begin, column), INT(j))
-                        self.store(total, b.gep(y, [b.add(b.mul(at, n_out), row)]))
+                        total, to = self.reduced(sums[j::t]), b.mul(b.add(b.add(begin, column), INT(j)), n_out)
+                        if self.is_near:
+                            self.store(total, b.gep(y, [b.add(to, rows[0])]))
+                            continue
+                        unit = b.load(b.gep(units, [b.add(column, INT(j))])) if in_8_bits else None
+                        for i, row in enumerate(rows):
+                            one = b.extract_element(total, WORD(i))
+                            one = b.fmul(one, b.fmul(scales[i], unit)) if in_8_bits else one
+                            b.store(one, b.gep(y, [b.add(to, row)]))
         b.ret_void()
         return self.function.name
+
+    def rows(self, part: ir.Value, n_parts: ir.Value, n_out: ir.Value) -> list[ir.Value]:
+        """Return which R rows of the matrix a part computes."""
+        b, r = self.b, self.r
+        if self.is_near:
+            first = self.at_most(b.mul(part, INT(r)), b.sub(n_out, INT(r)))
+            return [b.add(first, INT(i)) for i in range(r)]
+        return [self.at_most(b.add(part, b.mul(n_parts, INT(i))), b.sub(n_out, INT(1))) for i in range(r)]
 
     def build_mix(self) -> str:
         """Add p @ v to y, T rows of p, in registers along the rows of v. Return the name."""
@@ -221,14 +239,22 @@ class Kernel:
         stride, zero = b.ptrtoint(stride, INT), ir.Constant(self.vector, [0.0] * self.width)
         fma = self.declared("llvm.fma", self.vector, [self.vector] * 3)
         with self.loop(INT(0), n_out, INT(self.width * n_vectors)) as (column, _):
-            with self.loop(INT(0), n_in, INT(1), [zero] * (t * n_vectors)) as (k, carried):
-                added = list(carried)
+            length = b.sdiv(n_in, INT(STREAMS))
+            sums = [zero] * (t * n_vectors)
+
+            def add(k: ir.Value, sums: list[ir.Value]) -> None:
                 line = b.gep(v, [b.add(b.mul(k, n_out), column)])
                 values = [self.load(b.gep(line, [INT(i * self.width)]), FLOAT) for i in range(n_vectors)]
                 for j in range(t):
                     weight = self.spread(b.load(b.gep(p, [b.add(b.mul(INT(j), n_in), k)])))
                     for i, value in enumerate(values):
-                        carried[j * n_vectors + i] = b.call(fma, [weight, value, added[j * n_vectors + i]])
+                        sums[j * n_vectors + i] = b.call(fma, [weight, value, sums[j * n_vectors + i]])
+
+            with self.loop(INT(0), length, INT(1), sums) as (k, carried):
+                for i in range(STREAMS):
+                    add(b.add(k, b.mul(INT(i), length)), carried)
+            with self.loop(b.mul(INT(STREAMS), length), n_in, INT(1), carried) as (k, carried):
+                add(k, carried)
             for j in range(t):
                 for i in range(n_vectors):
                     place = b.gep(y, [b.add(b.add(b.mul(INT(j), stride), column), INT(i * self.width))])
@@ -276,10 +302,12 @@ class Kernel:
         places = range(one.type.count * (1 if other is None else 2))
         return self.b.fadd(*(self.shuffled(one, one if other is None else other, places[i::2]) for i in (0, 1)))
 
-    def sums(self, x: ir.Value, weight: ir.Value, row: ir.Value, column: ir.Value, n_in: ir.Value) -> list[ir.Value]:
+    def sums(
+        self, x: ir.Value, weight: ir.Value, rows: Sequence[ir.Value], column: ir.Value, n_in: ir.Value
+    ) -> list[ir.Value]:
         """Multiply R rows of the matrix with T of x, rounded for weights of 8 bits. Return R T vectors to add up."""
         b, r, t = self.b, self.r, self.t
-        rows = [b.gep(weight, [b.mul(b.add(row, INT(i)), n_in)]) for i in range(r)]
+        rows = [b.gep(weight, [b.mul(row, n_in)]) for row in rows]
         inputs = [b.gep(x, [b.mul(b.add(column, INT(j)), n_in)]) for j in range(t)]
         if self.dtype == torch.int8:
             return [b.sitofp(one, self.vector) for one in self.whole_sums(rows, inputs, n_in)]
@@ -287,7 +315,7 @@ class Kernel:
         zero = ir.Constant(self.vector, [0.0] * self.width)
         with self.loop(INT(0), n_in, INT(self.width), [zero] * (r * t)) as (k, carried):
             for one in rows:
-                self.fetch(b.gep(one, [b.add(k, b.mul(INT(r), n_in))]))
+                self.fetch(b.gep(one, [b.add(k, b.mul(INT(r if self.is_near else 1), n_in))]))
             weights = [lambda one=one: self.widened(self.load(b.gep(one, [k]), self.weight_type)) for one in rows]
             values = [lambda one=one: self.load(b.gep(one, [k]), FLOAT) for one in inputs]
             added = list(carried)
@@ -320,7 +348,7 @@ class Kernel:
         b = self.b
         with self.loop(first, end, INT(wide.count), sums) as (k, carried):
             for one in rows:
-                self.fetch(b.gep(one, [b.add(k, b.mul(INT(len(rows)), end))]))
+                self.fetch(b.gep(one, [b.add(k, end)]))
             weights = [lambda one=one: b.sext(self.load(b.gep(one, [k]), BYTE, wide.count), wide) for one in rows]
             values = [lambda one=one: b.sext(self.load(b.gep(one, [k]), SHORT, wide.count), wide) for one in inputs]
             before = list(carried)
