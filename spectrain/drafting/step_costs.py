@@ -52,8 +52,6 @@ RECORDED = (0, 1, 2, 3, 5, 7, 11, 15)  # lengths of chains where each is a graph
 # A forward by the nodes of all rows, over one of a single node: medians of SmolLM2-135M and the bundled target, in
 # float32 on two cores of an AMD EPYC with AVX2 (docs/results/forward_shape.json).
 SHAPE = {1: 1.0, 2: 1.05, 4: 1.1, 8: 1.3, 16: 2.2, 32: 4.4, 48: 6.3}
-BY_TILES = {1: 1.0, 2: 1.05, 4: 1.1, 8: 1.25, 16: 1.6, 32: 2.7, 48: 3.9}  # likewise, where the matrix unit multiplies
-FLAT = {1: 1.0, 48: 1.0}  # of a GPU, where none was measured; what is too cheap is tried
 DRAFT, READ = 0.02, 0.1  # of a forward: a draft without reads, and each read; too cheap, so that methods are tried
 FASTER, SLOWER = 0.3, 0.03  # shares of the way to a faster and to a slower step that an estimate goes
 MOST_SLOWER = 2.0  # times an estimate, that a slower step counts as, and reads over what fewer take in proportion
@@ -133,18 +131,15 @@ class LearntCosts(Costs):
 
     Args:
         table: what was learnt.
-        keys: of its forwards and drafts.
+        forwards: the key of its forwards.
+        drafts: the key of its drafts.
         n_rows: the most rows.
         pads: see `Costs`.
-        shape: of forwards where nothing is known; see SHAPE.
         is_live: whether it follows the table; else it stays as it is now.
     """
 
-    def __init__(
-        self, table: Table, keys: tuple[str, str], n_rows: int, pads: bool, shape: Mapping[int, float], is_live: bool
-    ):
-        self.table, self.keys, self.shape = table, keys, shape
-        self.n_rows, self.pads, self.is_live = n_rows, pads, is_live
+    def __init__(self, table: Table, forwards: str, drafts: str, n_rows: int, pads: bool, is_live: bool):
+        self.table, self.keys, self.n_rows, self.pads, self.is_live = table, (forwards, drafts), n_rows, pads, is_live
         self._refresh()
 
     def _refresh(self) -> None:
@@ -156,7 +151,7 @@ class LearntCosts(Costs):
         if self.is_live and self.table.n_steps >= self._until:
             self._refresh()
         if n_rows not in self._forwards:
-            self._forwards[n_rows] = forward_curve(self._known[0], n_rows, self.shape)
+            self._forwards[n_rows] = forward_curve(self._known[0], n_rows, is_flat=self.pads)
         return self._forwards[n_rows]
 
     def _draft(self, n_rows: int) -> np.ndarray:
@@ -169,28 +164,24 @@ class LearntCosts(Costs):
 Known = dict[tuple[int, int], tuple[float, float]]  # by rows and size: seconds, and the steps that they count as
 
 
-def forward_curve(known: Known, n_rows: int, shape: Mapping[int, float] = SHAPE) -> np.ndarray:
+def forward_curve(known: Known, n_rows: int, is_flat: bool = False) -> np.ndarray:
     """Return the seconds [MOST_NODES + 1] of forwards of n rows by their nodes, which never fall.
 
-    It is the shape, and beyond it in proportion, scaled at each size by how much longer than that near sizes took.
+    It is SHAPE, or `is_flat` up to its end, scaled at each size by how much longer than that near sizes took.
     """
-
-    def expected(nodes: np.ndarray) -> np.ndarray:
-        return np.interp(nodes, [*shape], [*shape.values()]) * np.maximum(1.0, nodes / max(shape))
-
-    sizes = np.arange(1, MOST_NODES + 1)
-    scale = np.zeros(len(sizes))
+    sizes, shape = np.arange(1, MOST_NODES + 1), _flat if is_flat else _of_cores
+    expected, scale = shape(n_rows * sizes), np.zeros(len(sizes))
     if known:
         of, (seconds, weights) = np.array([*known]), np.array([*known.values()]).T
         for rows in {*of[:, 0]}:  # a larger size bounds a smaller one: other work only ever adds to a time
             (places,) = np.nonzero(of[:, 0] == rows)
             places = places[of[places, 1].argsort()[::-1]]
             seconds[places] = np.minimum.accumulate(seconds[places])
-        ratios = np.log(seconds / expected(of[:, 0] * of[:, 1]))
+        ratios = np.log(seconds / shape(of[:, 0] * of[:, 1]))
         away = np.abs(np.log(of[:, 1])[:, None] - np.log(sizes)) + np.abs(np.log(of[:, :1] / n_rows))
         near = weights[:, None] * np.exp((away.min(axis=0) - away) / WIDTH)  # the nearest size always says something
         scale = ratios @ near / near.sum(axis=0)
-    found = np.maximum.accumulate(expected(n_rows * sizes) * np.exp(scale))
+    found = np.maximum.accumulate(expected * np.exp(scale))
     return np.concatenate([found[:1], found])
 
 
@@ -211,6 +202,16 @@ def draft_curve(known: Known, n_rows: int, plain_s: float) -> np.ndarray:
     first = {0: DRAFT * plain_s} if 0 not in seconds else {}
     guessed = {} if any(seconds) else {1: seconds.get(0, DRAFT * plain_s) + READ * plain_s}
     return curve(first | guessed | seconds, MOST_READS)
+
+
+def _of_cores(nodes: np.ndarray) -> np.ndarray:
+    """A forward of so many nodes over one of a single node; beyond SHAPE in proportion."""
+    return np.interp(nodes, [*SHAPE], [*SHAPE.values()]) * _flat(nodes)
+
+
+def _flat(nodes: np.ndarray) -> np.ndarray:
+    """The same where nodes are free as far as SHAPE goes; no GPU was measured, and what is too cheap is tried."""
+    return np.maximum(1.0, nodes / max(SHAPE))
 
 
 def curve(seconds: Mapping[int, float], most: int) -> np.ndarray:
@@ -297,9 +298,7 @@ class Table:
         if self.is_given:
             return Costs(*([self._given(key, n) for n in (1, most)] for key in keys), most, pads)
         is_live = (sampling.greedy or sampling.shares_noise) and target.group is None
-        by_tiles = target.device.type == "cpu" and target.model.dtype == torch.bfloat16 and kernels.has_tiles()
-        shape = FLAT if pads else BY_TILES if by_tiles else SHAPE
-        return LearntCosts(self, keys, most, pads, shape, is_live)
+        return LearntCosts(self, *keys, most, pads, is_live)
 
     @staticmethod
     def keys_of(drafter: Drafter, sampling: Sampling) -> tuple[str, str]:

@@ -23,7 +23,6 @@ from spectrain.kernels.cpu.running import (
     warp_and_draw,
     works,
 )
-from spectrain.kernels.cpu.tiles import available as has_tiles
 from spectrain.kernels.cpu.warping import TEMPERATURE
 from spectrain.kernels.cuda import ACTIVATIONS
 from spectrain.kernels.cuda.available import why_no_kernels

@@ -11,7 +11,7 @@ import pytest
 from spectrain.decoding import Drafter, Sampling, generate
 from spectrain.drafting import step_costs
 from spectrain.drafting.budget import ChainBudget, TreeBudget
-from spectrain.drafting.step_costs import FLAT, Table, curve, draft_curve, forward_curve
+from spectrain.drafting.step_costs import Table, curve, draft_curve, forward_curve
 from spectrain.errors import UserError
 from spectrain.methods.auto import why_plain
 from spectrain.methods.autoregressive import Autoregressive
@@ -209,7 +209,7 @@ def test_forwards_have_the_known_shape_scaled_by_what_near_sizes_took():
     found = forward_curve({(1, 1): (0.02, 20), (1, 32): (0.04, 20)}, 1)
     assert (found[1], found[32], found[64]) == pytest.approx((0.02, 0.04, 0.04 * 6.3 / 4.4 * 64 / 48), rel=0.01)
     assert (np.diff(found) >= 0).all()
-    assert (forward_curve({}, 1, FLAT)[1:49] == 1).all()
+    assert (forward_curve({}, 1, is_flat=True)[1:49] == 1).all()
     seldom = forward_curve({(1, 4): (0.023, 20), (1, 8): (0.1, 1)}, 1)  # one slow step beside twenty others
     assert seldom[8] < 0.05
 
