@@ -128,8 +128,7 @@ class _Kept(dict[Path, tuple[tuple, Drafter]]):
         tensors = [(one.dtype, one.device) for one in model.parameters()]
         state = describe(model), tensors, model.config.to_dict(), model.config._attn_implementation
         if export not in self or self[export][0] != state:
-            on_cpu = model.device.type == "cpu" and model.dtype == torch.bfloat16  # where float32 is as fast, and exact
-            target = TargetModel(model, read_tokenizer(export), dtype=torch.float32 if on_cpu else None)
+            target = TargetModel(model, read_tokenizer(export))
             if target.engine == "transformers":
                 _check_scores(target)
             self[export] = state, load_method(export, target)
