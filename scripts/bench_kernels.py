@@ -12,7 +12,7 @@ bootstrap interval over turns. `ratio` is their time divided by ours, turn by tu
 chain is that of an untrained SPIRe drafter of two blocks over the whole vocabulary. With --card, `limit` is the time in
 which the card's memory gives the bytes that have to be read, and random-1b has the shape of Llama 3.2 1B. With
 --roofline, `share` is the time in which a product with a matrix of 1 GiB reads the bytes that a step has to, divided by
-the step's. A part is what its operations take one after the other; what is left is waiting.
+the step's. A part is what its operations take one after the other; the rest is waiting between operations.
 """
 
 from __future__ import annotations
@@ -38,6 +38,7 @@ from spectrain.kernels import Program
 from spectrain.kernels.cpu.attention import attend, combine, rotate
 from spectrain.kernels.cpu.operations import PRODUCT, kind_of
 from spectrain.kernels.cpu.running import Table
+from spectrain.kernels.cpu.tiles import split
 from spectrain.measure.baselines import generate_with_transformers, own_model
 from spectrain.measure.statistics import median
 from spectrain.methods.autoregressive import Autoregressive
@@ -177,10 +178,11 @@ def roofline_rows(target: TargetModel, args: argparse.Namespace) -> Iterator[dic
 
 def parts_of(forward: Program) -> dict[str, Callable[[], None]]:
     """Return what runs the operations of each part of a program: products, attention, and all others."""
-    attention = {kind_of(one) for one in (rotate, attend, combine)}
+    kinds = {kind_of(one): "attention" for one in (rotate, attend, combine)}
+    kinds |= {PRODUCT: "products", kind_of(split): "products"}
     lines = {"products": [], "attention": [], "others": []}
     for line in forward.lines.tolist():
-        lines["products" if line[0] == PRODUCT else "attention" if line[0] in attention else "others"].append(line)
+        lines[kinds.get(line[0], "others")].append(line)
     return {name: Table(own, forward.n_threads, forward.own_bytes).run for name, own in lines.items()}
 
 

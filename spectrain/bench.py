@@ -354,7 +354,7 @@ def facts(options: Bench, target: TargetModel, n_questions: int) -> dict:
         "engine": target.engine,
         "prompts": questions.name_of(options.prompts),
         "questions": n_questions,
-        **device_facts(target.device, target.dtype),
+        **device_facts(target.device, target.text_dtype),
         **{name: getattr(options, name) for name in told},
         "sampling": vars(options.sampling),
     }

@@ -53,7 +53,7 @@ def main(options: Check) -> None:
     drafts = int(measured.drafts.sum())
     facts = {"drafter": folder, "drafter_kind": kind, "target": options.target.path, "gamma": k}
     facts |= {"prompts": ", ".join(prompts(options, target)), "answers": len(answers), "drafts": drafts}
-    result = {"kind": "check", **provenance(), **device_facts(target.device, target.dtype), **facts}
+    result = {"kind": "check", **provenance(), **device_facts(target.device, target.text_dtype), **facts}
     result |= measured.as_json() | found
     if options.json:
         print(json_line(result), end="")

@@ -286,7 +286,7 @@ PROCESSORS = {
 def use_processor(monkeypatch):
     """Takes the ways of one of `PROCESSORS` until the test ends."""
     known = cpu_features, products._rows_together, products._compiled, tiles.available, works
-    known += is_emulated, most_rows, tiles.available
+    known += tiles.kernels, is_emulated, most_rows
 
     def use(name: str) -> None:
         monkeypatch.setenv(SWITCH, PROCESSORS[name])

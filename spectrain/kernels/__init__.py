@@ -23,6 +23,7 @@ from spectrain.kernels.cpu.running import (
     warp_and_draw,
     works,
 )
+from spectrain.kernels.cpu.tiles import LEAST_ROWS as LEAST_TILED
 from spectrain.kernels.cpu.warping import TEMPERATURE
 from spectrain.kernels.cuda import ACTIVATIONS
 from spectrain.kernels.cuda.available import why_no_kernels

@@ -93,12 +93,12 @@ def fastest_of(
 
 
 def own_model(target: TargetModel) -> PreTrainedModel:
-    """Return the Hugging Face model of a target, with weights in the dtype that the target computes in."""
+    """Return the Hugging Face model of a target, with weights in the dtype that the user asked for."""
     model = target.model
-    if model.dtype == target.dtype:
+    if model.dtype == target.text_dtype:
         return copy.copy(model)
     model = copy.deepcopy(model)
-    to_dtype(list(model.parameters()), target.dtype)
+    to_dtype(list(model.parameters()), target.text_dtype)
     return model
 
 

@@ -207,8 +207,9 @@ class LeanEngine:
     def dtype(self) -> torch.dtype:
         """What steps and prompts are computed in: float32 on a CPU, even of a model in bfloat16.
 
-        Its weights are read as they are, and that is where the time goes. States in bfloat16 would save none of it, and
-        a text would depend on how many tokens are computed at a time.
+        A step takes the time in which the weights are read, which stay as they are. With states in bfloat16 it would
+        take no less, and a text would depend on how many tokens are computed at a time by more than float32 rounds.
+        Long prompts take longer than in bfloat16, where the processor multiplies it.
         """
         return torch.float32 if self._widens else self.text_dtype
 
@@ -223,12 +224,12 @@ class LeanEngine:
 
     @property
     def unembedding(self) -> Tensor:
-        """[V, D], in the dtype to compute in."""
+        """[V, D], in the dtype of whole texts."""
         weight = self.model.get_output_embeddings().weight
-        if weight.dtype == self.dtype:
+        if weight.dtype == self.text_dtype:
             return weight
         if self._unembedding is None:
-            self._unembedding = weight.to(self.dtype)
+            self._unembedding = weight.to(self.text_dtype)
         return self._unembedding
 
     @property
@@ -274,14 +275,16 @@ class LeanEngine:
             return
         with torch.inference_mode(own.is_inference()):  # what is made of inference tensors must be such
             whole = text = lean_decoder(self.model, self.dtype)
+            copied = whole.copied
             if self._widens:
                 text = lean_decoder(self.model, self.text_dtype)
+                copied = [*copied, *text.copied]
             on_a_cpu, dtype = self.device.type == "cpu", self.text_dtype
             self._decoder = on_cpu(whole, self.layers) if on_a_cpu else whole
             converts = own.dtype != dtype or (on_a_cpu and (is_emulated(dtype) or outruns_torch(own.dtype)))
             self._text_decoder = on_cpu(text, TextLinear) if converts else text
         self._made_of = own.data_ptr(), *made_of[1:]  # which may have become a view
-        self._weights, self._copied, self._unembedding = addresses(self.model), [*whole.copied, *text.copied], None
+        self._weights, self._copied, self._unembedding = addresses(self.model), copied, None
         self._storage = unique()
         self._fuses = on_a_cpu and can_fuse(self._decoder, whole.shape)
         # The module that runs steps through our own kernels; None: torch runs them.
@@ -338,7 +341,7 @@ class LeanEngine:
     def reads_prompts(self) -> bool:
         """Whether programs read prompts faster than torch does: they spend less time beside their products."""
         self._renew()
-        return self._fuses and outruns_torch(self._own.dtype) and not torch.is_grad_enabled()
+        return self._fuses and outruns_torch(self._decoder.lm_head.weight.dtype) and not torch.is_grad_enabled()
 
     def read_prompts(
         self,
@@ -381,4 +384,5 @@ class LeanEngine:
 
     def logits_of(self, hidden: Tensor) -> Tensor:
         """Return the logits [..., V] of final states [..., D]."""
-        return self.text_decoder.lm_head(hidden)
+        decoder = self.text_decoder if hidden.dtype == self.text_dtype else self.decoder
+        return decoder.lm_head(hidden)

@@ -43,6 +43,7 @@ FETCHED = ("config.json", "*.safetensors", "*.safetensors.index.json", "pytorch_
 SHOWN_WEIGHTS = 3  # names of weights in a refusal
 FOREIGN_CODE = "needs code of its own folder, which is never run"
 NOT_CAUSAL = "is no causal language model; choose a decoder-only model"
+SLOW_BYTES = 2**28  # of weights in float32, from which on it is said that half would do
 PARALLEL = ("none", "device_map", "tp")
 
 
@@ -103,8 +104,9 @@ def load_target(
     check_finite(model, called)
     model.eval().requires_grad_(False)
     if engine != "transformers" and why_not_lean(model) is None:
-        needs_float32 = not shorten(model) and dtype == "float32" and model.device.type == "cpu"
-        if needs_float32 and role == "target" and works(torch.bfloat16):
+        shorten(model)
+        n_bytes = sum(one.nbytes for one in model.parameters() if one.dtype == torch.float32)
+        if role == "target" and model.device.type == "cpu" and n_bytes > SLOW_BYTES and works(torch.bfloat16):
             log.info(
                 "weights of the target need float32; target.dtype=bfloat16 would round them, and a step would read half"
             )
@@ -217,18 +219,13 @@ def _placed(model: nn.Module, device: str) -> nn.Module:
     return model
 
 
-def shorten(model: nn.Module) -> bool:
-    """Keep float32 weights in bfloat16 where none loses anything and a kernel multiplies them: they are read faster.
-
-    Return whether that was done.
-    """
+def shorten(model: nn.Module) -> None:
+    """Keep float32 weights in bfloat16 where none loses anything and a kernel multiplies them: they are read faster."""
     weights = list(model.parameters())
     if any(one.dtype != torch.float32 or one.device.type != "cpu" for one in weights) or not works(torch.bfloat16):
-        return False
-    if not all(torch.equal(one.bfloat16().float(), one) for one in weights):
-        return False
-    to_dtype(weights, torch.bfloat16)
-    return True
+        return
+    if all(torch.equal(one.bfloat16().float(), one) for one in weights):
+        to_dtype(weights, torch.bfloat16)
 
 
 def read_tokenizer(name: str | Path) -> PreTrainedTokenizerBase:

@@ -54,6 +54,8 @@ class TransformersEngine:
     def dtype(self) -> torch.dtype:
         return self.model.dtype
 
+    text_dtype = dtype
+
     @property
     def unembedding(self) -> Tensor:
         return self.model.get_output_embeddings().weight

@@ -40,7 +40,7 @@ FINAL = -1  # among captured layers: the final states, the inputs of the unembed
 
 @dataclass(frozen=True)
 class TargetOutput:
-    """The result of one forward, or of a prefill (shapes in parentheses), in the model's dtype."""
+    """The result of one forward, or of a prefill (shapes in parentheses), in the dtype of steps or of whole texts."""
 
     logits: Tensor  # [B, N, V] ([R, 1, V], of each prompt's last token); meaningless at silent probes
     captured: Tensor | None  # [B, N, C, D] ([R, P, C, D]) inputs of the blocks `capture_layers`
@@ -169,7 +169,13 @@ class TargetModel(ModelFacts):
 
     @property
     def dtype(self) -> torch.dtype:
+        """Of steps and prompts; see `LeanEngine.dtype`."""
         return self._engine.dtype
+
+    @property
+    def text_dtype(self) -> torch.dtype:
+        """Of whole texts, which is the one that the user asked for."""
+        return self._engine.text_dtype
 
     def forward(self, tokens: Tensor) -> TargetOutput:
         """Run a plain causal forward over tokens [B, T] int64 without a cache, for training and teacher forcing.

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from spectrain.errors import UserError, check_choice
-from spectrain.kernels import LEAST_OUTPUTS, fits, multiplies, outruns_torch, product, works
+from spectrain.kernels import LEAST_OUTPUTS, LEAST_TILED, fits, multiplies, outruns_torch, product, works
 
 DRAFT_DTYPES = {"auto": None, "float32": torch.float32, "bfloat16": torch.bfloat16, "int8": torch.int8}
 MOST_ROWS = 64  # up to which the kernel is the fastest, where torch is faster for more
@@ -38,6 +38,7 @@ class RowsLinear(nn.Module):
 
     scale: Tensor | None = None  # [O]
     most_emulated = MOST_EMULATED
+    least_tiled = LEAST_TILED
 
     def __init__(self, linear: nn.Linear) -> None:
         super().__init__()
@@ -51,7 +52,7 @@ class RowsLinear(nn.Module):
         few = 0 < n_rows <= self.most_rows(x.dtype) and len(weight) >= LEAST_OUTPUTS
         if self.fits and few and not (x.requires_grad and torch.is_grad_enabled()):
             rows = x.reshape(n_rows, -1).float().contiguous()
-            y = product(rows, weight, scale).to(x.dtype).view(*x.shape[:-1], -1)
+            y = product(rows, weight, scale, self.least_tiled).to(x.dtype).view(*x.shape[:-1], -1)
         else:
             slow = x.device.type == "cpu" and n_rows > self.most_emulated and is_emulated(x.dtype)
             dtype = torch.float32 if slow else x.dtype
@@ -67,7 +68,7 @@ class RowsLinear(nn.Module):
 class TextLinear(RowsLinear):
     """A linear layer for whole texts: a text's states must not depend on what is computed beside it."""
 
-    most_emulated = 0  # all texts alike
+    most_emulated, least_tiled = 0, 1  # all texts alike
 
     def most_rows(self, dtype: torch.dtype) -> float:
         most = most_rows(dtype, self.weight.dtype)

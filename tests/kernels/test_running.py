@@ -21,7 +21,7 @@ def test_pieces_whose_thread_never_comes_back_are_computed_by_who_waits_for_them
     draws = torch.Generator().manual_seed(0)
     x, weight = torch.randn(2, 64, generator=draws), torch.randn(400, 64, generator=draws)
     y = torch.zeros(2, 400)
-    lines, own_bytes = product_lines(x, weight, None, y, n, None)
+    lines, own_bytes = product_lines(x, weight, None, y, n)
     table = Table(lines, n, own_bytes)
     states = table._states[-table._states.ctypes.data % STATE_BYTES :].view("int64")
     states[:] = 0

@@ -140,12 +140,16 @@ def test_matrices_that_the_kernel_does_not_take_go_through_torch():
         )
 
 
-@pytest.mark.parametrize("layer", [RowsLinear, weights.TextLinear])
-def test_where_the_kernel_is_always_faster_no_state_of_a_text_depends_on_its_neighbours(layer, use_processor):
-    use_processor("Zen 5")
-    linear, x = nn.Linear(32, 40).requires_grad_(False), torch.randn(90, 32)
+@pytest.mark.parametrize(
+    ("layer", "name"), [(RowsLinear, "Zen 5"), (weights.TextLinear, "Zen 5"), (weights.TextLinear, "AMX")]
+)
+def test_where_the_kernel_is_always_faster_no_state_of_a_text_depends_on_its_neighbours(layer, name, use_processor):
+    use_processor(name)
+    if name == "AMX" and not tiles.available():
+        pytest.skip("this processor has no tiles")
+    linear, x = nn.Linear(32, 40, bias=False).bfloat16().requires_grad_(False), torch.randn(90, 32)
     whole = layer(linear)(x)
-    torch.testing.assert_close(whole, linear(x), rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(whole, F.linear(x, linear.weight.float()), rtol=1e-4, atol=1e-5)
     assert all(torch.equal(layer(linear)(x[n : n + 7]), whole[n : n + 7]) for n in range(0, 80, 9))
 
 

@@ -13,9 +13,8 @@ from spectrain.kernels.cpu.products import MOST_QUERIES
 from spectrain.kernels.cpu.warping import largest
 
 CHUNK = 512  # slots that a thread attends to at a time
-LEAST = types.float32(
-    -60.0
-)  # whose exp is added to a sum of 1 or more; smaller ones make products that take a hundred cycles
+# Smaller ones have an exp that changes no sum, and whose products may be subnormal, which take a hundred cycles each.
+LEAST = types.float32(-60.0)
 
 
 @fast
@@ -130,7 +129,7 @@ def _weigh(part, score, best, count, size):
     weight, total = exp(part[size] - best), types.float32(0.0)
     for s in range(count):
         less = score[s] - best
-        score[s] = exp(less) if less > LEAST else types.float32(0.0)
+        score[s] = types.float32(0.0) if less < LEAST else exp(less)
         total += score[s]
     part[size], part[size + 1] = best, part[size + 1] * weight + total
     for e in range(size):

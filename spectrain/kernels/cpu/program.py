@@ -94,8 +94,11 @@ class Program:
         """y [M, N] = x [M, K] @ weight [N, K].T, times scale [N]."""
         for values in (x, weight, y, *([] if scale is None else [scale])):
             self.hold(values.detach())
-        packing = self.hold(tiles.packing(x)) if tiles.takes(x, weight) else None
-        lines, own_bytes = product_lines(x, weight, scale, y, self.n_threads, packing)
+        packed = splitting = None
+        if tiles.takes(x, weight):
+            packed = self._shared("packed", tiles.packed_size(*x.shape))
+            splitting = self.hold(tiles.splitting(x, packed))
+        lines, own_bytes = product_lines(x, weight, scale, y, self.n_threads, packed, splitting)
         self.own_bytes = max(self.own_bytes, own_bytes)
         self._lines += [[*line, 0] for line in lines]
         return len(self._lines) - 1

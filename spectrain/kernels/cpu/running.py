@@ -96,19 +96,25 @@ def _aligned(n_bytes: int) -> tuple[np.ndarray, int]:
 
 
 def product_lines(
-    x: Tensor, weight: Tensor, scale: Tensor | None, y: Tensor | int, n_threads: int, packing: Tensor | None
+    x: Tensor,
+    weight: Tensor,
+    scale: Tensor | None,
+    y: Tensor | int,
+    n_threads: int,
+    packed: Tensor | None = None,
+    splitting: Tensor | None = None,
 ) -> tuple[list[list[int]], int]:
     """Return the operations of y = x @ weight.T, and the bytes of its own that each thread needs; see `products.py`.
 
-    packing: memory that lives as long as the operations, where `tiles.takes` them.
+    Where `tiles.takes` them, packed is memory of `tiles.packed_size`, and splitting are the arguments of `tiles.split`.
     """
     (n_out, n_in), n_rows, lines = weight.shape, len(x), []
-    if packing is None:
+    if packed is None:
         address, unit = products.kernel(weight.dtype, n_rows), products.matrix_rows(weight.dtype, n_rows)
     else:
         address, unit = tiles.kernels()["multiply"], tiles.SIZE
-        lines = [_padded([kind_of(tiles.split), tiles.kernels()["split"], packing.data_ptr()], n_threads)]
-        x = tiles.packed(packing)
+        lines = [_padded([kind_of(tiles.split), tiles.kernels()["split"], splitting.data_ptr()], n_threads)]
+        x = packed
     least = max(unit, products.LEAST_OUTPUTS)
     pieces = min(MOST_PIECES, n_out // least, max(2 * n_threads, weight.nbytes // PIECE_BYTES))
     pieces -= pieces % n_threads if pieces > n_threads else 0  # else some threads wait for the others' last piece
@@ -121,7 +127,7 @@ def _padded(line: list[int], pieces: int) -> list[int]:
     return [*line, *[0] * (PIECES - len(line)), pieces]
 
 
-def product(x: Tensor, weight: Tensor, scale: Tensor | None = None) -> Tensor:
+def product(x: Tensor, weight: Tensor, scale: Tensor | None = None, least_tiled: int = tiles.LEAST_ROWS) -> Tensor:
     """Return x @ weight.T, float32 [M, N].
 
     With weights of 8 bits each row of x is rounded to 16 bits of its largest number, or to fewer where more than 8,192
@@ -131,12 +137,15 @@ def product(x: Tensor, weight: Tensor, scale: Tensor | None = None) -> Tensor:
         x: [M, K] float32, contiguous; K as `fits` says.
         weight: [N, K] contiguous, of a dtype in BITS; N is at least LEAST_OUTPUTS.
         scale: [N] float32 that multiplies the outputs, for weights of 8 bits.
+        least_tiled: rows from which on the processor's tiles are used, where it has some; they round otherwise.
     """
-    y, n_threads, by_tiles = x.new_empty(len(x), len(weight)), torch.get_num_threads(), tiles.takes(x, weight)
+    y, n_threads = x.new_empty(len(x), len(weight)), torch.get_num_threads()
+    by_tiles = tiles.takes(x, weight, least_tiled)
     size = tiles.MOST_ROWS if by_tiles else max(len(x), 1)
     for rows, outputs in zip(x.split(size), y.split(size), strict=True):
-        packing = tiles.packing(rows) if by_tiles else None
-        lines, own_bytes = product_lines(rows, weight, scale, outputs, n_threads, packing)
+        packed = torch.empty(tiles.packed_size(*rows.shape), dtype=torch.int32) if by_tiles else None
+        splitting = tiles.splitting(rows, packed) if by_tiles else None
+        lines, own_bytes = product_lines(rows, weight, scale, outputs, n_threads, packed, splitting)
         Table(lines, n_threads, own_bytes).run()
     return y
 

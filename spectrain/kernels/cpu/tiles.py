@@ -12,6 +12,7 @@ numbers, and one line more. A line holds two neighbouring inputs of every row; t
 from __future__ import annotations
 
 import ctypes
+import sys
 from collections.abc import Sequence
 from functools import cache
 
@@ -21,7 +22,7 @@ from torch import Tensor
 
 from spectrain.kernels.cpu import products
 from spectrain.kernels.cpu.intrinsics import call, fast
-from spectrain.kernels.cpu.processor import has
+from spectrain.kernels.cpu.processor import has, width
 from spectrain.kernels.cpu.products import BYTE, FLOAT, INT, SHORT, WORD, Kernel
 
 SIZE = 16  # lines of a tile, and the most numbers of 32 bits in one
@@ -34,34 +35,31 @@ ARGUMENTS = ("x", "packed", "n_in", "n_rows")  # of `split`
 LEAST_ROWS = 8  # fewer are multiplied without tiles as fast as the matrix is read
 MOST_ROWS = 8 * SIZE  # that are packed together: the second cache keeps them
 FEATURE = "amx-bf16"
-PERMISSION = 158, 0x1023, 18  # arch_prctl(ARCH_REQ_XCOMP_PERM, the state of tiles), which Linux asks for once a process
+PERMISSION = 158, 0x1023, 18  # arch_prctl(ARCH_REQ_XCOMP_PERM, the state of tiles), once per process
 
 
 @cache
 def available() -> bool:
     """Whether this processor has tiles, and this process may use them."""
-    return has(FEATURE) and ctypes.CDLL(None).syscall(*PERMISSION) == 0
+    usable = has(FEATURE) and width() == SIZE and sys.platform == "linux"
+    return usable and ctypes.CDLL(None).syscall(*PERMISSION) == 0
 
 
-def takes(x: Tensor, weight: Tensor) -> bool:
-    """Whether x [M, K] @ weight [N, K].T is computed by tiles."""
+def takes(x: Tensor, weight: Tensor, least_rows: int = LEAST_ROWS) -> bool:
+    """Whether x [M, K] @ weight [N, K].T is computed by tiles, as it is from so many rows on."""
     fits = x.shape[1] % DEEP == 0 and len(weight) >= SIZE
-    return fits and len(x) >= LEAST_ROWS and weight.dtype == torch.bfloat16 and available()
+    return fits and len(x) >= least_rows and weight.dtype == torch.bfloat16 and available()
 
 
-def packing(x: Tensor) -> Tensor:
-    """Return the arguments of `split` for rows x [M, K], int64, and behind their line what it packs them in."""
-    n_rows, n_in = x.shape
+def packed_size(n_rows: int, n_in: int) -> int:
+    """Return the numbers of 32 bits that packed rows [M, K] take."""
     n_groups = -(-n_rows // SIZE)
-    n_bytes = n_groups * (n_in // DEEP) * LINE_BYTES * (PARTS * -(-n_rows // n_groups) + 1)
-    found = torch.empty(LINE_BYTES // 8 + n_bytes // 8, dtype=torch.int64)
-    found[: len(ARGUMENTS)] = torch.tensor([x.data_ptr(), packed(found).data_ptr(), n_in, n_rows])
-    return found
+    return n_groups * (n_in // DEEP) * SIZE * (PARTS * -(-n_rows // n_groups) + 1)
 
 
-def packed(packing: Tensor) -> Tensor:
-    """Return what is multiplied."""
-    return packing[LINE_BYTES // 8 :]
+def splitting(x: Tensor, packed: Tensor) -> Tensor:
+    """Return the arguments of `split`, int64, for rows x [M, K] and memory that they are packed in."""
+    return torch.tensor([x.data_ptr(), packed.data_ptr(), x.shape[1], len(x)])
 
 
 @fast
@@ -94,14 +92,9 @@ class _TileKernel(Kernel):
                 row = self.at_most(b.add(b.mul(group, n_columns), INT(m)), b.sub(n_rows, INT(1)))
                 return self.parts(b.gep(x, [b.add(b.mul(row, n_in), b.mul(k, INT(DEEP)))]))
 
-            with b.if_else(b.icmp_signed("==", n_columns, INT(1))) as (single, several):
-                with single:
-                    for p, line in enumerate(parts_of(0)):
-                        self.store(line, b.gep(to, [INT(SIZE * p)]))
-                with several:
-                    for p, rows in enumerate(zip(*map(parts_of, range(SIZE)), strict=True)):
-                        for i, line in enumerate(self.transposed(rows)):  # what is too long in it is overwritten
-                            self.store(line, b.gep(to, [b.add(b.mul(tile, INT(p)), b.mul(n_columns, INT(i)))]))
+            for p, rows in enumerate(zip(*map(parts_of, range(SIZE)), strict=True)):
+                for i, line in enumerate(self.transposed(rows)):  # what is not of this group is overwritten by the next
+                    self.store(line, b.gep(to, [b.add(b.mul(tile, INT(p)), b.mul(n_columns, INT(i)))]))
         b.ret_void()
         return self.function.name
 
@@ -167,20 +160,16 @@ class _TileKernel(Kernel):
                 return b.fadd(parts[0], b.fadd(*parts[1:]))
 
             begin, last = b.mul(group, n_columns), b.sub(n_rows, INT(1))
-            with b.if_else(b.icmp_signed("==", n_columns, INT(1))) as (single, several):
-                with single:
-                    self.store(total(INT(0)), b.gep(y, [b.add(b.mul(begin, n_out), row)]))
-                with several:
-                    found = self.transposed([total(b.mul(n_columns, INT(r))) for r in range(SIZE)])
-                    for m in reversed(range(SIZE)):  # what is not of this group is overwritten
-                        at = b.mul(self.at_most(b.add(begin, INT(m)), last), n_out)
-                        self.store(found[m], b.gep(y, [b.add(at, row)]))
+            found = self.transposed([total(b.mul(n_columns, INT(r))) for r in range(SIZE)])
+            for m in reversed(range(SIZE)):  # what is not of this group is overwritten
+                at = b.mul(self.at_most(b.add(begin, INT(m)), last), n_out)
+                self.store(found[m], b.gep(y, [b.add(at, row)]))
         b.call(self.declared("llvm.x86.tilerelease", ir.VoidType(), []), [])
         b.ret_void()
         return self.function.name
 
     def configure(self, line: ir.Value) -> None:
-        """Say how large tiles are: those of the matrix have whole lines, the others lines of so many bytes."""
+        """Write the sizes of tiles: lines of the matrix have 64 bytes, all others so many."""
         b, config = self.b, self.b.alloca(BYTE, INT(LINE_BYTES))
         for i in range(0, LINE_BYTES, 8):
             b.store(INT(0), b.bitcast(b.gep(config, [INT(i)]), INT.as_pointer())).align = 1
