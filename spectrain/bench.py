@@ -56,7 +56,7 @@ from spectrain.planning.peaks import hardware_named
 from spectrain.stores.environment import device_facts, provenance
 from spectrain.stores.files import json_line
 from spectrain.stores.folder import MANIFEST, sha256
-from spectrain.target import TargetModel, fingerprint
+from spectrain.target import TargetModel, fingerprint, text_dtype
 from spectrain.terminal import PROMPTS, result_console, say_next, stage
 from spectrain.training.runs import RunFolder
 
@@ -354,7 +354,7 @@ def facts(options: Bench, target: TargetModel, n_questions: int) -> dict:
         "engine": target.engine,
         "prompts": questions.name_of(options.prompts),
         "questions": n_questions,
-        **device_facts(target.device, target.text_dtype),
+        **device_facts(target.device, text_dtype(target)),
         **{name: getattr(options, name) for name in told},
         "sampling": vars(options.sampling),
     }

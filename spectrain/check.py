@@ -31,7 +31,7 @@ from spectrain.models.artifacts import is_export, read_manifest
 from spectrain.models.kinds import about
 from spectrain.stores.environment import device_facts, provenance
 from spectrain.stores.files import json_line
-from spectrain.target import TargetModel
+from spectrain.target import TargetModel, text_dtype
 
 SHOWN = 8  # readings, the best first
 
@@ -53,7 +53,7 @@ def main(options: Check) -> None:
     drafts = int(measured.drafts.sum())
     facts = {"drafter": folder, "drafter_kind": kind, "target": options.target.path, "gamma": k}
     facts |= {"prompts": ", ".join(prompts(options, target)), "answers": len(answers), "drafts": drafts}
-    result = {"kind": "check", **provenance(), **device_facts(target.device, target.text_dtype), **facts}
+    result = {"kind": "check", **provenance(), **device_facts(target.device, text_dtype(target)), **facts}
     result |= measured.as_json() | found
     if options.json:
         print(json_line(result), end="")

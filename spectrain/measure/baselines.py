@@ -22,7 +22,7 @@ from spectrain.decoding import Generation, Sampling
 from spectrain.decoding.generation import Choices
 from spectrain.methods.pld import PromptLookup
 from spectrain.methods.speculative import Speculative
-from spectrain.target import TargetModel
+from spectrain.target import TargetModel, text_dtype
 from spectrain.target.loading import first_line
 from spectrain.target.weights import to_dtype
 
@@ -95,10 +95,10 @@ def fastest_of(
 def own_model(target: TargetModel) -> PreTrainedModel:
     """Return the Hugging Face model of a target, with weights in the dtype that the user asked for."""
     model = target.model
-    if model.dtype == target.text_dtype:
+    if model.dtype == text_dtype(target):
         return copy.copy(model)
     model = copy.deepcopy(model)
-    to_dtype(list(model.parameters()), target.text_dtype)
+    to_dtype(list(model.parameters()), text_dtype(target))
     return model
 
 

@@ -4,7 +4,7 @@ from spectrain.target.device import to_device
 from spectrain.target.fingerprint import fingerprint, tokenizer_fingerprint
 from spectrain.target.kv_cache import KVCache
 from spectrain.target.loading import load_target
-from spectrain.target.target import TargetModel, TargetOutput
+from spectrain.target.target import TargetModel, TargetOutput, text_dtype
 from spectrain.target.tree import DraftTree, Source
 
 __all__ = [
@@ -16,5 +16,6 @@ __all__ = [
     "fingerprint",
     "load_target",
     "to_device",
+    "text_dtype",
     "tokenizer_fingerprint",
 ]

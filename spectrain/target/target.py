@@ -172,11 +172,6 @@ class TargetModel(ModelFacts):
         """Of steps and prompts; see `LeanEngine.dtype`."""
         return self._engine.dtype
 
-    @property
-    def text_dtype(self) -> torch.dtype:
-        """Of whole texts, which is the one that the user asked for."""
-        return self._engine.text_dtype
-
     def forward(self, tokens: Tensor) -> TargetOutput:
         """Run a plain causal forward over tokens [B, T] int64 without a cache, for training and teacher forcing.
 
@@ -361,6 +356,11 @@ def _checked(capture_layers: Sequence[int], n_layer: int) -> tuple[int, ...]:
         if layer != FINAL and not 0 <= layer < n_layer:
             raise UserError(f"capture layer {layer} must be a block of the target, 0..{n_layer - 1}")
     return tuple(capture_layers)
+
+
+def text_dtype(target: TargetModel) -> torch.dtype:
+    """Return the dtype of whole texts, which is the one that the user asked for."""
+    return target._engine.text_dtype
 
 
 @lru_cache(maxsize=64)

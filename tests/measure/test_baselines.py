@@ -95,7 +95,7 @@ def test_on_a_gpu_the_faster_way_counts_and_is_named_and_one_that_fails_is_left_
     def broken(prompts, n):
         raise RuntimeError("no compiler")
 
-    on_gpu = SimpleNamespace(device=torch.device("cuda"), model=target.model, text_dtype=target.dtype)
+    on_gpu = SimpleNamespace(device=torch.device("cuda"), model=target.model, _engine=target._engine)
     (ways,) = build_baseline("hf_generate", on_gpu).args
     assert [one.keywords["options"] for one in ways.values()] == [{}, {"cache_implementation": "static"}]
     ways = dict(zip([*ways, "broken"], (way(1.0, 2.0), way(3.0, 0.5), broken), strict=True))
