@@ -15,7 +15,7 @@ __all__ = [
     "TargetOutput",
     "fingerprint",
     "load_target",
-    "to_device",
     "text_dtype",
+    "to_device",
     "tokenizer_fingerprint",
 ]
