@@ -8,10 +8,13 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, BertConfig, BertForMaskedLM
 
+from spectrain import load_method
+from spectrain.decoding import generate
 from spectrain.errors import UserError
+from spectrain.methods.autoregressive import Autoregressive
 from spectrain.target import KVCache, load_target
 from spectrain.target.loading import check_card
-from tests.conftest import tiny_model
+from tests.conftest import random_prompts, tiny_model
 from tests.decoding.test_loop import word_tokenizer
 
 
@@ -40,6 +43,13 @@ def test_a_target_in_bfloat16_has_short_weights_and_takes_exact_steps(folder):
     tokens = torch.tensor([[4, 5, 6]])
     outputs = [one.prefill(tokens, [3], KVCache(1), range(1)).logits for one in (target, exact)]
     torch.testing.assert_close(*outputs, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("name", ["pld", "logitspec", "lookahead"])
+def test_greedy_text_of_a_target_in_bfloat16_depends_neither_on_drafts_nor_on_the_batch(name, folder):
+    target, prompts = load_target(folder, dtype="bfloat16", device="cpu"), random_prompts([9, 4, 13])
+    plain = [generate(target, Autoregressive(), [one], 24)[0].tokens for one in prompts]
+    assert [one.tokens for one in generate(target, load_method(name, target), prompts, 24)] == plain
 
 
 def test_loading_shows_no_progress_bar_and_leaves_the_users_setting(folder, capfd, monkeypatch):
