@@ -18,13 +18,13 @@ the step's. A part is what its operations take one after the other; the rest is 
 from __future__ import annotations
 
 import argparse
+import itertools
 import multiprocessing
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
-from itertools import product
 from pathlib import Path
 
 import torch
@@ -156,7 +156,7 @@ def roofline_rows(target: TargetModel, args: argparse.Namespace) -> Iterator[dic
     """Time steps and their parts beside a read of 1 GiB, by busy processes, threads, cached tokens and nodes."""
     matrix, vector = torch.ones(ROOF_BYTES // 4 // 4096, 4096), torch.ones(4096)
     weights = sum(weight.nbytes for weight in target.model.parameters())
-    for n_busy, n_threads, context in product(range(args.busy + 1), sorted({1, args.threads}), args.contexts):
+    for n_busy, n_threads, context in itertools.product(range(args.busy + 1), sorted({1, args.threads}), args.contexts):
         torch.set_num_threads(n_threads)
         prompt = random_tokens(target, context)
         cache = filled(target, prompt)
@@ -317,9 +317,9 @@ def product_rows(target: TargetModel) -> Iterator[dict]:
             "down": (block.down.weight, None, None, None, residual),
             "unembedding": (decoder.lm_head.weight, None),
         }.items():
-            tiled, x = triton_kernels._Product(*options), residual.new_ones(m, options[0].shape[1])
-            runs = {f"{t.outputs} x {t.inputs}": partial(tiled.tiled, x, t) for t in triton_kernels.TILES}
-            runs |= {"torch": partial(tiled.plain, x)}
+            product, x = triton_kernels._Product(*options), residual.new_ones(m, options[0].shape[1])
+            runs = {f"{t.outputs} x {t.inputs}": partial(product.tiled, x, t) for t in triton_kernels.TILES}
+            runs |= {"torch": partial(product.plain, x)}
             yield on_card(f"{name} of {m}", runs, options[0].nbytes)
 
 

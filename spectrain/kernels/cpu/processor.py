@@ -1,4 +1,4 @@
-"""What this processor can do, and SPECTRAIN_CPU, which takes the ways of another."""
+"""The features of this CPU, and the variable SPECTRAIN_CPU that overrides them."""
 
 from __future__ import annotations
 

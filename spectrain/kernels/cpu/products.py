@@ -8,9 +8,9 @@ float32 or bfloat16: a checkpoint in bfloat16 is decoded in float32 at the price
 Rows of x that meet weights of 8 bits are rounded to 16 bits first. Sums of products of whole numbers are exact, and
 processors multiply and add pairs of them at once, where they would have to widen each weight to a float before.
 
-One function computes R rows of the matrix with T rows of x at a time, in R T vector registers along K. The R rows stand
-far from each other, each at a place of its own from which it goes on to the next row: a processor reads a few streams
-side by side nearly twice as fast as one. Threads share the rows of the matrix among them; see `operations.py`.
+One function computes R rows of the matrix with T rows of x at a time, in R T vector registers along K. The R rows are
+far apart, so a thread reads R streams at once: a CPU prefetches several streams faster than one. Threads share the
+rows of the matrix among them; see `operations.py`.
 
 Letters: M rows of x, K inputs, N outputs (rows of the matrix), R and T as above.
 """
