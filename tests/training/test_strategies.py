@@ -194,11 +194,15 @@ def test_losses_on_responses_of_packed_documents_are_those_of_one_rank(runs):
 @pytest.mark.slow
 @pytest.mark.parametrize(("kind", "trainer"), HALVES)
 def test_two_ranks_with_two_batches_per_step_learn_what_one_batch_teaches(runs, kind, trainer):
-    """Rows have different numbers of positions to learn, and only some gradients are clipped."""
+    """Rows have different numbers of positions to learn, and only some gradients are clipped.
+
+    AdamW steps a gradient near zero by its sign, so rounding grows from step to step, to 1.3e-4 of the weights on some
+    processors. Without the weights of rows it is 1.2e-2.
+    """
     whole, found = runs / f"{kind}_whole", runs / f"{kind}_{trainer}"
     weights, divided = (load_file(run / "whole.safetensors") for run in (whole, found))
     for name, expected in weights.items():
-        assert (divided[name] - expected).norm() < 1e-5 * max(1, expected.norm()), name
+        assert (divided[name] - expected).norm() < 1e-3 * max(1, expected.norm()), name
     assert losses(found) == pytest.approx(losses(whole), rel=1e-5)
     last, expected = (rows[max(rows)]["eval/loss"] for rows in map(curve, (found, whole)))
     assert last == pytest.approx(expected, rel=1e-5)
