@@ -53,6 +53,7 @@ from spectrain.training.runs import RunFolder
 
 SHARES = {"answers": 0.35, "drafter": 0.45, "datastore": 0.05, "verdict": 0.15}  # of hours=
 HELD_OUT, FEWEST_HELD_OUT = 0.2, 8  # of the prompts, at the most, and at the least
+LEAST_SHARE = 0.5  # of its share, that a training has at the least
 MOST_RANKS = 4  # on a CPU, each with a share of its cores and a model of its own
 LEAST_MINUTES = 0.5  # of answers, and of the measurement
 ENDS_WITHIN_S = 10.0  # after SIGTERM
@@ -153,7 +154,8 @@ class Stages:
         if not self.on_gpu:  # GPUs are all taken by default
             own += ["trainer=ddp", "trainer.accelerator=cpu", f"trainer.devices={self.n_ranks}"]
         if "hours" not in self.seconds:  # a training that resumes has the same; what answers left is the drafter's
-            self.seconds["hours"] = round(self.left_s(ANSWERS, "drafter") / 3600, 4)
+            least_s = LEAST_SHARE * SHARES["drafter"] * self.options.hours * 3600  # where interruptions took the time
+            self.seconds["hours"] = round(max(least_s, self.left_s(ANSWERS, "drafter")) / 3600, 4)
         paths = [f"run_dir={self.folder / 'training'}", f"out={out}", f"hours={self.seconds['hours']}"]
         command = [f"+exp={kind}", *self.target, self.corpus, *paths, f"tau.contexts={self.options.held_out}", *own]
         self.run("drafter", "train", command, out / EXPORTED)

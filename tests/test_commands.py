@@ -21,6 +21,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from spectrain.data.texts import train_tokenizer
 from spectrain.target import load_target
 from spectrain.training import fit as fitting
+from spectrain.training.drafters import DrafterTraining
 from spectrain.training.runs import RunFolder, read_csv
 from spectrain.training.sums import ValidationSums
 from tests.conftest import SMALL_TRAINING
@@ -158,7 +159,13 @@ def test_a_run_killed_behind_its_export_ends_by_the_same_command(run, small, mon
 
 
 def test_an_interrupted_run_goes_on_exactly_by_the_same_command(run, small, monkeypatch):
+    """Before its first step, where the fitted input is kept, and in the middle."""
+
     class Interrupt(Callback):
+        def on_train_start(self, trainer, module):
+            if not is_fitted:
+                raise SystemExit(9)
+
         def on_before_optimizer_step(self, trainer, module, optimizer):
             if trainer.global_step == 3:
                 os.kill(os.getpid(), signal.SIGINT)
@@ -168,6 +175,11 @@ def test_an_interrupted_run_goes_on_exactly_by_the_same_command(run, small, monk
     callbacks = fitting.callbacks
     with monkeypatch.context() as patch:
         patch.setattr(fitting, "callbacks", lambda *given: [*callbacks(*given), Interrupt()])
+        is_fitted = False
+        assert run("train", *arguments, "run_dir=cut", "out=cut_out")[0] == 9
+        assert Path("cut/checkpoints/begun.pt").is_file()
+        is_fitted = True
+        patch.setattr(DrafterTraining, "fit", None)
         code, _, err = run("train", *arguments, "run_dir=cut", "out=cut_out")
     assert code == 130
     assert "interrupted at step 4" in err
@@ -179,6 +191,7 @@ def test_an_interrupted_run_goes_on_exactly_by_the_same_command(run, small, monk
     assert all(torch.equal(whole[name], cut[name]) for name in whole)
     numbers = [json.loads(Path(name, "result.json").read_text())["tau"] for name in ("whole", "cut")]
     assert numbers[0] == numbers[1]
+    assert not Path("cut/checkpoints/begun.pt").exists()
 
 
 def test_an_interrupted_run_goes_on_with_no_other_target(run, small, shared):

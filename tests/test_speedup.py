@@ -42,6 +42,11 @@ def test_each_stage_is_a_command_that_composes_and_shares_the_time(tmp_path, mon
         options = options_of("train", composed("train", *asked["train"]))
         assert options.own.init == (init or Spire().init)
         assert options.hours == pytest.approx(2.0 * (0.35 + 0.45) - 1 / 6, abs=1e-3)
+    stages.seconds.clear()
+    stages.seconds.update({speedup.ANSWERS: 9999.0})  # with all that interruptions took
+    stages.train(None)
+    assert options_of("train", composed("train", *asked["train"])).hours == pytest.approx(0.45)
+    stages.seconds.update({speedup.ANSWERS: 600.0})
     stages.build_datastore()
     stages.measure()
     minutes = options_of("responses", composed("responses", *asked["responses"])).minutes

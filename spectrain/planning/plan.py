@@ -23,8 +23,10 @@ from spectrain.config.training import Train
 from spectrain.errors import UserError
 from spectrain.models.kinds import drafters
 from spectrain.models.packages import target_path
+from spectrain.models.pruned_init import FIT_TOKENS, NEW
 from spectrain.planning.dry_step import StepCost, cost_of
 from spectrain.planning.peaks import Peaks
+from spectrain.stores.features import open_features
 from spectrain.target import TargetModel
 from spectrain.target.device import PLANNED
 from spectrain.target.loading import DTYPES, first_line, load_config
@@ -65,6 +67,8 @@ class Plan:
     memory: Mapping[str, int]  # bytes of a rank by what they hold
     disk: Mapping[str, int]  # bytes by what they hold
     step_s: float
+    fit_s: float = 0.0  # in which the input of a new drafter is fitted before the first step
+    passes: float | None = None  # over the rows; None: the training will say how many there are
 
     @property
     def bytes(self) -> int:
@@ -79,7 +83,8 @@ class Plan:
         steps, hours = "as many steps as its epochs have", ""
         if self.steps is not None:
             about = "about" if self.within_hours else "at most"
-            steps = f"{about} {self.steps:,} steps ({_short(self.tokens)} tokens)"
+            passes = "" if self.passes is None else f", {self.passes:.2g} passes over the rows"
+            steps = f"{about} {self.steps:,} steps ({_short(self.tokens)} tokens{passes})"
             hours = self.within_hours or self.hours
             hours = f", {hours:,.{0 if hours >= 10 else 2}f} hours"
         return (
@@ -91,8 +96,8 @@ class Plan:
 
     @property
     def hours(self) -> float | None:
-        """Of the steps alone."""
-        return None if self.steps is None else self.steps * self.step_s / 3600
+        """Of the steps, and of what comes before the first one."""
+        return None if self.steps is None else (self.fit_s + self.steps * self.step_s) / 3600
 
     @property
     def tokens(self) -> int | None:
@@ -125,18 +130,30 @@ def plan_of(config: Train, machine: Machine, ranks: int) -> Plan:
     if machine.near_bytes_per_s:
         seconds += accumulated * outline.exchanged_by_target(ranks) / machine.near_bytes_per_s
     follows = config.max_steps is None and getattr(config.own, "epochs", None)
+    fit_s = outline.fit_flops() / machine.peaks.flops_per_s / machine.training_share
+    steps = None if follows else outline.experiment.steps_of(trained, None)
+    steps = max(1, round((steps_s(hours) - fit_s) / seconds)) if hours else steps
     return Plan(
         outline.target_parameters,
         trained,
         ranks,
         rows,
         config.data.row_tokens,
-        round(steps_s(hours) / seconds) if hours else None if follows else outline.experiment.steps_of(trained, None),
+        steps,
         hours,
         memory,
         {"checkpoints": 16 * trained, "export": 2 * trained},  # the newest one and the best weights
         seconds,
+        fit_s,
+        steps and passes_of(config, steps * rows),
     )
+
+
+def passes_of(config: Train, n_rows: int) -> float | None:
+    """Return how often a training on so many rows reads the rows of a store; None: they are made in the training."""
+    if config.data.source != "offline" or not config.data.path:
+        return None
+    return n_rows / max(1, int((~open_features(config.data.path, verify=False).held_out).sum()))
 
 
 @dataclass(frozen=True)
@@ -190,6 +207,11 @@ class Outline:
                 return cost_of(lambda: self.module.objective(batch), half)
             finally:
                 PLANNED.reset(stands_for)
+
+    def fit_flops(self) -> float:
+        """Return the FLOPs of the target in the fit of a new drafter's input, which every rank makes; 0 without one."""
+        fits = self.module.fits_input and self.config.own.init in NEW and self.experiment.needs_blocks(self.config)
+        return 2.0 * self.target_parameters * FIT_TOKENS if fits else 0.0
 
     def weights(self, ranks: int) -> dict[str, int]:
         """Return the bytes that a rank holds all the time, by what they are."""

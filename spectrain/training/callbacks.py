@@ -99,12 +99,12 @@ class StepsForHours(Callback):
         if trainer.max_steps == UNKNOWN_STEPS:
             self._halfway = (step + steps) // 2
             if trainer.is_global_zero:
-                self._say(steps, step_s)
+                self._say(steps, step_s, PASSES_OF_HOURS * steps / max(1, self.most))
         trainer.fit_loop.epoch_loop.max_steps = steps
         self.note(steps)
 
-    def _say(self, steps: int, step_s: float) -> None:
-        log.info("%d steps of %.2f s fit into hours=", steps, step_s)
+    def _say(self, steps: int, step_s: float, passes: float) -> None:
+        log.info("%d steps of %.2f s fit into hours=, %.2g passes over the text", steps, step_s, passes)
         if steps == self.most:
             log.warning(
                 "the text is small: %d steps have read it %d times, so no more are made", steps, PASSES_OF_HOURS

@@ -3,6 +3,7 @@
 checkpoints/
     step-00000380.ckpt     the newest checkpoint: a file, or a folder under DeepSpeed
     .partial.ckpt          a checkpoint that was being written; never read
+    begun.pt               the weights of a new drafter whose input was fitted, until the training has ended
     best/
         best.json                    their step, the expected tau, and the file below
         step-00000250.safetensors    the whole weights of the trained module in float32, from any strategy
@@ -38,6 +39,11 @@ class CheckpointFolder:
     """Where a run keeps its checkpoints. Reading writes nothing."""
 
     path: Path
+
+    @property
+    def begun(self) -> Path:
+        """Where the weights are kept that a training begins with, if finding them takes long."""
+        return self.path / "begun.pt"
 
     def newest(self) -> Path | None:
         """The whole checkpoint of the latest step, None where there is none."""

@@ -26,6 +26,7 @@ from spectrain.config.training import Trainer as TrainerOptions
 from spectrain.data.overlap import TRAINED_ON, Sample
 from spectrain.errors import LostRankError, UserError
 from spectrain.stores.environment import commit_of, environment
+from spectrain.stores.files import write_whole
 from spectrain.target import fingerprint
 from spectrain.target.device import is_out_of_memory
 from spectrain.terminal import stage
@@ -40,7 +41,7 @@ from spectrain.training.callbacks import (
     StopOnBadLoss,
     TokensPerSecond,
 )
-from spectrain.training.checkpoints import ranks_of, reshard
+from spectrain.training.checkpoints import ranks_of, read_file, reshard
 from spectrain.training.loggers import of_wandb
 from spectrain.training.runs import RunFolder
 from spectrain.training.strategies import ZeroStrategy, check_shared, precision_of, ranks_of_torchrun, uses_gpu
@@ -86,6 +87,7 @@ def fit(
     if trainer.is_global_zero and not (run.path / TRAINED_ON).is_file():
         with stage("noting which text is trained on"):
             Sample.of(data.train.texts()).save(run.path)
+    begun = run.checkpoints.begun.is_file()  # asked by all ranks before one writes it
     barrier(trainer)  # no rank looks for a checkpoint before rank zero has begun the run
     checkpoint = run.checkpoints.newest()
     if checkpoint:
@@ -101,12 +103,19 @@ def fit(
     with naming_the_remedy(config.data, trainer), ExitStack() as until_steps:
         until_steps.enter_context(stage(f"resuming from {checkpoint}" if checkpoint else "preparing the first step"))
         trainer.callbacks.insert(0, LambdaCallback(on_train_start=lambda *_: until_steps.close()))
-        if not checkpoint:
+        if not checkpoint and begun:
+            module.load_state_dict(read_file(run.checkpoints.begun))
+        elif not checkpoint:
             with trainer.precision_plugin.forward_context():  # as the steps, and as stores were computed
                 module.begin(data.train)
+            if module.fits_input and trainer.is_global_zero:
+                run.checkpoints.path.mkdir(exist_ok=True)
+                write_whole(run.checkpoints.begun, lambda file: torch.save(module.state_dict(), file))
         trainer.fit(module, datamodule=data, ckpt_path=checkpoint, weights_only=True if checkpoint else None)
         if "eval/loss" not in trainer.callback_metrics:  # a run that was killed after its last step
             trainer.validate(module, datamodule=data, verbose=False)
+    if trainer.is_global_zero:
+        run.checkpoints.begun.unlink(missing_ok=True)
     return trainer
 
 

@@ -19,6 +19,7 @@ from spectrain.config import options_of
 from spectrain.config.training import Train
 from spectrain.data.texts import train_tokenizer
 from spectrain.errors import UserError
+from spectrain.models.pruned_init import FIT_TOKENS
 from spectrain.planning.defaults import peak_tokens_per_s, plan_for, settled
 from spectrain.planning.dry_step import StepCost, cost_of
 from spectrain.planning.peaks import Peaks
@@ -193,7 +194,13 @@ def test_bytes_of_a_rank_are_those_of_the_arithmetic(tiny):
     assert fsdp.pass_bytes(step, 2) == step.peak_bytes + 4 * n + 4 * n // 2
     plan = plan_of(config, Machine(PEAKS, None, training_share=0.5), 2)
     assert plan.steps == round(0.9 * n / (4 * 32))
-    assert plan.hours == pytest.approx(plan.steps * plan.step_s / 3600)
+    n_target = sum(one.numel() for one in tiny_model().parameters())
+    assert plan.fit_s == pytest.approx(2 * n_target * FIT_TOKENS / PEAKS.flops_per_s / 0.5)
+    assert plan.hours == pytest.approx((plan.fit_s + plan.steps * plan.step_s) / 3600)
+    fitted = config_of(*options, "trainer.accelerator=cpu", "init=checkpoints/one")  # its input was fitted before
+    assert plan_of(fitted, Machine(PEAKS, None), 2).fit_s == 0
+    within = plan_of(replace(config, hours=1.0), Machine(PEAKS, None, training_share=0.5), 2)
+    assert within.steps == round((3300 - plan.fit_s) / plan.step_s)
     assert plan_of(config, Machine(PEAKS, None), 2).step_s == pytest.approx(plan.step_s / 2)
     assert plan_of(config, Machine(PEAKS, None, link_bytes_per_s=1e3), 2).step_s > 4 * n / 1e3  # the all-reduce
 
