@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import os
 import signal
+import sys
+import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -18,6 +20,7 @@ from spectrain.terminal import IS_STAGE
 SAID = {signal.SIGINT: ("interrupted", 130), signal.SIGTERM: ("terminated", 143)}
 EXIT_CODES = tuple(code for _, code in SAID.values())
 SAME_SIGNAL_S = 1.0  # terminals and torchrun send one Ctrl-C to a process twice
+LATER_S = 0.05  # until a signal that was lost is sent again
 
 
 class Terminated(KeyboardInterrupt):
@@ -62,6 +65,7 @@ class Signals:
         A signal that is ignored, as those of a shell's background job are, stays ignored.
         """
         self._first, self._said = FirstSignal(), False
+        hook, sys.unraisablehook = sys.unraisablehook, self._again
         taken = [number for number in SAID if signal.getsignal(number) is not signal.SIG_IGN]
         before = {number: signal.signal(number, self._interrupt) for number in taken}
         try:
@@ -69,6 +73,7 @@ class Signals:
         except KeyboardInterrupt:  # where the command did not expect it
             raise SystemExit(self.say()) from None
         finally:
+            sys.unraisablehook = hook
             for number, handler in before.items():
                 signal.signal(number, handler)
 
@@ -80,6 +85,13 @@ class Signals:
             with suppress(OSError):  # nobody listens; `print` fails where the signal interrupted another one
                 os.write(2, f"{what}; run the same command {then}\n".encode())
         return code
+
+    def _again(self, lost: sys.UnraisableHookArgs) -> None:
+        """Send a signal again that came where Python ignores errors, as in the `__del__` of a library's object."""
+        if self.first is None or not issubclass(lost.exc_type, KeyboardInterrupt):
+            return sys.__unraisablehook__(lost)
+        number, self._first = self.first, FirstSignal()
+        threading.Timer(LATER_S, os.kill, (os.getpid(), number)).start()
 
     def _interrupt(self, number: int, frame: object) -> None:
         is_first = self.first is None

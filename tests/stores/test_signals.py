@@ -48,3 +48,19 @@ def test_a_second_signal_does_not_wait_for_the_first(number):
     """.replace("\n        ", "\n")
     )
     assert (code, err) == (SAID[number][0], f"{SAID[number][1]}; run the same command again\n")
+
+
+def test_a_signal_is_not_lost_where_python_ignores_errors():
+    code, err = ran(
+        """
+        class Dying:
+            def __del__(self):
+                os.kill(os.getpid(), signal.SIGTERM)
+                time.sleep(0.01)
+        with SIGNALS.answered():
+            Dying()
+            time.sleep(9)
+            print("was not reached", file=sys.stderr)
+    """.replace("\n        ", "\n")
+    )
+    assert (code, err) == (143, "terminated; run the same command again\n")
