@@ -73,6 +73,7 @@ def test_help_shows_the_options_of_what_is_chosen(capsys):
     said = capsys.readouterr().out
     assert "+exp=specdecpp" in said
     assert "  hidden_size=null" in said
+    assert "  optimizer.name=muon" in said  # its own default, and not that of other kinds
     help.show_options("generate", ["method=spire_sssd"])
     said = " ".join(capsys.readouterr().out.split())
     assert "method.lookup=sssd" in said
