@@ -219,7 +219,7 @@ class Measurement:
             try:
                 self.experiment.target = self.target = self.whole()
             except UserError as error:
-                log.warning("tau is not measured (%s); spectrain.bench does so elsewhere", error)
+                log.warning("tau is not measured (%s); spectrain bench measures it elsewhere", error)
                 return {}
         drafters = self.others | {self.method: self.experiment.drafter(weights)}
         now_s = time.monotonic()

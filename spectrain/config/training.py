@@ -43,7 +43,7 @@ class Online(Data):
 
 @dataclass
 class Offline(Data):
-    """The outputs of the frozen models were stored beforehand, by data_prep.activations or data_prep.acceptance."""
+    """The outputs of the frozen models were stored beforehand, by spectrain activations or spectrain acceptance."""
 
     _target_: str = "spectrain.training.sources.Offline"
     source: str = "offline"
@@ -53,7 +53,7 @@ class Offline(Data):
 
 @dataclass
 class Served(Online):
-    """Another process owns the target and computes its hidden states (data_prep.activations serve=true)."""
+    """Another process owns the target and computes its hidden states (spectrain activations serve=true)."""
 
     _target_: str = "spectrain.training.sources.Served"
     source: str = "served"
@@ -301,7 +301,7 @@ class Head:
     max_steps: Whole | None = option(None, "optimizer steps; null: `epochs` passes over the rows")
     epochs: Whole = option(3, "passes over the rows [3]")
     drafter: FilePaths | None = option(None, "folder of a drafter; null: the newest vanilla one that fits")
-    responses: FilePath | None = option(None, "folder of data_prep.responses; null: the newest of this target")
+    responses: FilePath | None = option(None, "folder made by spectrain responses; null: the newest of this target")
     held_out_share: Annotated[Share, Gt(0)] = option(0.05, "of the rows, for validation")
     rollout_tokens: Several = option(10, "of a SPIRe drafter: positions per rollout, with its root")
     n_blocks: Annotated[Count, Le(4)] = option(3, "D, residual blocks of the head [0 .. 4]")
