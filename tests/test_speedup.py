@@ -72,7 +72,8 @@ def test_five_kills_leave_out_no_prompt_and_end_with_a_verdict(shared, prompts, 
             except subprocess.TimeoutExpired:
                 one.send_signal(signal.SIGTERM)
                 _, err = one.communicate()
-                assert "terminated; run the same command" in err
+                is_done = (tmp_path / "out" / "verdict.json").is_file()  # Python may be ending, which tells nothing
+                assert is_done or "terminated; run the same command" in err
                 assert "Traceback" not in err
     ended = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
     said = ended.stdout + ended.stderr
