@@ -99,10 +99,9 @@ def initial(options: Speedup) -> str | None:
 
 
 def write_questions(file: Path, asked: Sequence[Question]) -> None:
-    rows = (
-        {"question_id": one.id, "category": one.category, "turns": one.turns, "system": one.system} for one in asked
-    )
-    write_whole(file, "".join(json_line({name: v for name, v in row.items() if v}) for row in rows))
+    """Write questions as `read_prompts` reads them."""
+    rows = ({"question_id": one.id, **vars(one)} for one in asked)
+    write_whole(file, "".join(json_line({name: v for name, v in row.items() if v and name != "id"}) for row in rows))
 
 
 @dataclass

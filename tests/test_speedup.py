@@ -18,6 +18,7 @@ from spectrain.config import options_of
 from spectrain.config.commands import Speedup
 from spectrain.config.groups import Target
 from spectrain.config.training import Spire
+from spectrain.data.prompts import Question, read_prompts
 from spectrain.stores.files import read_lines
 from spectrain.stores.rows import open_responses
 
@@ -59,6 +60,16 @@ def test_too_few_prompts_are_refused_before_anything_is_written(run, prompts, tm
     assert code == 2
     assert "39 prompts, too few to hold 8 of them back; give 40 or more" in err
     assert not (tmp_path / "out").exists()
+
+
+def test_questions_are_written_as_they_are_read(tmp_path):
+    schema = {"type": "object", "properties": {"place": {"type": "string", "enum": ["Bern", "Rome"]}}}
+    tools = [{"type": "function", "function": {"name": "weather", "parameters": schema}}]
+    other = [{"type": "function", "function": {"name": "now", "parameters": {"type": "object", "properties": {}}}}]
+    asked = [Question("1", "chat", ("Hello?", "And now?"), "Be brief."), Question("2", "calls", ("Rain?",), "", tools)]
+    asked += [Question("3", "calls", ("What time is it?",), "Call.", other), Question("4", "code", ("def f():",))]
+    speedup.write_questions(tmp_path / "asked.jsonl", asked)
+    assert read_prompts(tmp_path / "asked.jsonl") == asked
 
 
 @pytest.mark.slow
