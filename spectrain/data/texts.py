@@ -130,7 +130,7 @@ def read_documents(
 def corpus_documents(
     corpus: Corpus, tally: Tally, tokenizer: PreTrainedTokenizerBase | None = None, shuffled: bool = False
 ) -> Iterator[Document]:
-    """Yield the documents of all sources of a corpus in turns, as often as their weights say.
+    """Yield the documents of all sources of a corpus interleaved, as often as their weights say.
 
     See `read_documents`. Of several sources, ids begin with the path.
 
