@@ -12,7 +12,7 @@ after an interruption. `--help` lists its options.
 from __future__ import annotations
 
 if __name__ == "__main__":  # first, so that --help and a wrong option are answered before torch is imported
-    from spectrain.cli import run
+    from spectrain.__main__ import run
 
     run("data_prep.activations")
 

@@ -11,7 +11,7 @@ The same command resumes after an interruption. `--help` lists its options; docs
 from __future__ import annotations
 
 if __name__ == "__main__":  # first, so that --help and a wrong option are answered before torch is imported
-    from spectrain.cli import run
+    from spectrain.__main__ import run
 
     run("data_prep.datastore")
 

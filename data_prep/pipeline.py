@@ -273,5 +273,5 @@ class Build:
             return False
         # None: damaged, which fresh=true may replace.
         if not (out / MANIFEST).is_file() or kind_of(out / MANIFEST) not in (self.kind, None):
-            raise UserError(f"out={out} exists and was not written by data_prep.{self.kind}; give another out")
+            raise UserError(f"out={out} exists and was not written by spectrain {self.kind}; give another out")
         return True

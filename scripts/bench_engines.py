@@ -1,4 +1,4 @@
-"""Greedy texts of one row at a time, beside openvino-genai and llama.cpp on the same weights, in turns.
+"""Greedy texts of one row at a time, beside openvino-genai and llama.cpp on the same weights, interleaved.
 
     python scripts/bench_engines.py --prompts gsm8k.jsonl instructions.jsonl humaneval.jsonl \\
         --openvino ov/bin/python ov/smollm2 --llamacpp llama/bin/python smollm2-f32.gguf --out engines.json

@@ -208,7 +208,7 @@ def _spin() -> None:
 
 
 def compared(what: str, timed: Mapping[str, Timed], n_turns: int) -> dict:
-    """Time each in turns; return the median ms of each, and how many times as long the others take as the first."""
+    """Time all interleaved; return the median ms of each, and how many times as long the others take as the first."""
     turns = []
     with torch.inference_mode():
         for number in range(n_turns + WARM_UPS):

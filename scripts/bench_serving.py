@@ -6,7 +6,7 @@
     python scripts/bench_serving.py --serve "target=pystdlib-8l timeout_s=20 memory=0.5" --strangers 64
 
 For each concurrency, and each `--rate` of requests per second that arrive at random, all methods answer the same
-requests in turns, in random order. TTFT is the time to the first text, TPOT the time of each further token of an
+requests interleaved, in random order. TTFT is the time to the first text, TPOT the time of each further token of an
 answer, ITL the time between two chunks: mean, median and 99th percentile in ms. `ratio` is the throughput divided by
 that of the last method, turn by turn; with `--bare <target>`, by that of the last method in this process, without a
 server or a client. `/health` is how long that answer takes meanwhile. Servers that list no methods are asked without

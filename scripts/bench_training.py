@@ -13,13 +13,13 @@ says how many microseconds of the processor a token takes: of the target's featu
 
     python scripts/bench_training.py --served --length 256 --pairs 5
 
-Tokens/s and the largest resident set of trainings with data=online and data=served, in turns, each process on one core.
-Tokens per second of a process's own time on its core are what it would reach on a machine that does nothing else.
+Tokens/s and the largest resident set of trainings with data=online and data=served, interleaved, each process on one
+core. Tokens per second of a process's own time on its core are what it would reach on a machine that does nothing else.
 
     python scripts/bench_training.py --target smollm2 --chats 20000
 
-How fast ShareGPT rows become tokens beside the tokenizer's own `apply_chat_template`, in turns, and what making rows of
-a file of them takes.
+How fast ShareGPT rows become tokens beside the tokenizer's own `apply_chat_template`, interleaved, and what making rows
+of a file of them takes.
 
     python scripts/bench_training.py --target checkpoints/pystdlib-8l --ranks 5 --out docs/results/training_ranks.json
 

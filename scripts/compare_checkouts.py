@@ -1,4 +1,4 @@
-"""Compare the speed of two checkouts of this project, method by method, on the same questions in turns.
+"""Compare the speed of two checkouts of this project, method by method, on the same questions, interleaved.
 
     git worktree add ../before <commit>
     python scripts/compare_checkouts.py ../before --target smollm2 --prompts gsm8k.jsonl --out compared.json

@@ -5,7 +5,7 @@
 
 A chat is shown as the terminal shows it when these lines are typed. Of the two answers:
 
-Both run in turns, `--turns` times, and the turn with the median time is drawn for each. Each token appears at its
+Both run interleaved, `--turns` times, and the turn with the median time is drawn for each. Each token appears at its
 recorded time multiplied by `--slower`, so that the eye can follow; a browser plays it once. Accepted draft tokens are
 in colour. The numbers below the panes are those of the turns that are drawn.
 """

@@ -1,17 +1,25 @@
-"""`python -m spectrain` is the command `spectrain`."""
+"""How commands begin: `python -m spectrain`, which is `spectrain`, and `python -m spectrain.COMMAND`.
 
-import os
+Signals are answered from here on, also while libraries are imported, which takes seconds.
+"""
+
+from spectrain.stores.signals import SIGNALS
 
 
 def main() -> None:
-    """Run `spectrain.cli.main`; Ctrl-C is one sentence also while it is imported."""
-    try:
-        from spectrain import cli
+    """Run `spectrain.cli.main`."""
+    SIGNALS.end_at_once()
+    from spectrain import cli
 
-        cli.main()
-    except KeyboardInterrupt:
-        os.write(2, b"interrupted; run the same command again\n")
-        raise SystemExit(130) from None
+    cli.main()
+
+
+def run(module: str) -> None:
+    """Run the command of a module, such as "spectrain.bench", by `spectrain.cli.run`."""
+    SIGNALS.end_at_once()
+    from spectrain import cli
+
+    cli.run(module)
 
 
 if __name__ == "__main__":

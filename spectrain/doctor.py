@@ -8,7 +8,7 @@ What is wrong stands below the table, with what to do about it. Nothing is chang
 from __future__ import annotations
 
 if __name__ == "__main__":  # first, so that --help and a wrong option are answered before torch is imported
-    from spectrain.cli import run
+    from spectrain.__main__ import run
 
     run("spectrain.doctor")
 

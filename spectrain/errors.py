@@ -8,6 +8,7 @@ import sys
 from collections.abc import Iterable
 from functools import partial
 
+IS_STAGE = "SPECTRAIN_STAGE"  # set: this process is a stage of `spectrain speedup`, which speaks for it
 SHOWN_CHARACTERS = 80  # of a wrong value
 LARGEST = sys.float_info.max
 ALIKE = 0.6  # see `likeness`

@@ -11,7 +11,7 @@ docs/export.md says what the folders hold, and how vLLM, SGLang and transformers
 from __future__ import annotations
 
 if __name__ == "__main__":  # first, so that --help and a wrong option are answered before torch is imported
-    from spectrain.cli import run
+    from spectrain.__main__ import run
 
     run("spectrain.export")
 

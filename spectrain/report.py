@@ -9,7 +9,7 @@ Looks through the folders for benchmarks, finished or not. See docs/measuring.md
 from __future__ import annotations
 
 if __name__ == "__main__":  # first, so that --help and a wrong option are answered before torch is imported
-    from spectrain.cli import run
+    from spectrain.__main__ import run
 
     run("spectrain.report")
 

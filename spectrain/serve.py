@@ -8,7 +8,7 @@ docs/serving.md lists the fields of requests, the limits and the metrics.
 from __future__ import annotations
 
 if __name__ == "__main__":  # first, so that --help and a wrong option are answered before torch is imported
-    from spectrain.cli import run
+    from spectrain.__main__ import run
 
     run("spectrain.serve")
 

@@ -10,7 +10,7 @@ and what it makes lies in `out`. Run the same command to resume after an interru
 from __future__ import annotations
 
 if __name__ == "__main__":  # first, so that --help and a wrong option are answered before torch is imported
-    from spectrain.cli import run
+    from spectrain.__main__ import run
 
     run("spectrain.speedup")
 
@@ -36,7 +36,7 @@ from spectrain.config.commands import Speedup
 from spectrain.config.fields import types_of
 from spectrain.config.training import EXPERIMENTS
 from spectrain.data.prompts import Question
-from spectrain.errors import UserError, check_choice
+from spectrain.errors import IS_STAGE, UserError, check_choice
 from spectrain.measure import questions
 from spectrain.measure.tables import plus_minus, show, table_of, terminal_table
 from spectrain.methods.registry import BASELINE
@@ -48,7 +48,7 @@ from spectrain.stores.files import json_line, read_json, write_json, write_whole
 from spectrain.stores.folder import MANIFEST
 from spectrain.stores.locations import CHECKPOINTS
 from spectrain.target import fingerprint
-from spectrain.terminal import IS_STAGE, result_console, say_next
+from spectrain.terminal import result_console, say_next
 from spectrain.training.runs import RunFolder
 
 SHARES = {"answers": 0.35, "drafter": 0.45, "datastore": 0.05, "verdict": 0.15}  # of hours=
@@ -100,10 +100,9 @@ def initial(options: Speedup) -> str | None:
 
 
 def write_questions(file: Path, asked: Sequence[Question]) -> None:
-    rows = (
-        {"question_id": one.id, "category": one.category, "turns": one.turns, "system": one.system} for one in asked
-    )
-    write_whole(file, "".join(json_line({name: v for name, v in row.items() if v}) for row in rows))
+    """Write questions as `read_prompts` reads them."""
+    rows = ({"question_id": one.id, **vars(one)} for one in asked)
+    write_whole(file, "".join(json_line({name: v for name, v in row.items() if v and name != "id"}) for row in rows))
 
 
 @dataclass

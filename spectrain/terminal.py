@@ -29,9 +29,10 @@ from rich.markup import escape
 from rich.progress import BarColumn, Progress, SpinnerColumn, Task, TimeElapsedColumn, TimeRemainingColumn
 from rich.text import Text
 
+from spectrain.errors import IS_STAGE
+
 log = logging.getLogger(__name__)
 
-IS_STAGE = "SPECTRAIN_STAGE"  # set: this process is a stage of `spectrain speedup`, which speaks for it
 LOG_AFTER_S, LOG_EVERY_S = 2.0, 15.0
 FRAMES_PER_S = 2  # drawing takes a millisecond, in which no Python of the stage runs
 PROMPTS = {False: "def read_config(path):", True: "Explain what a draft model is."}  # whether it is a chat model

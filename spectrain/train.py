@@ -16,7 +16,7 @@ main -> train -> fit -> Trainer.fit -> training_step -> rollout -> drafter_loss.
 from __future__ import annotations
 
 if __name__ == "__main__":  # first, so that --help and a wrong option are answered before torch is imported
-    from spectrain.cli import run
+    from spectrain.__main__ import run
 
     run("spectrain.train")
 
@@ -223,7 +223,7 @@ class Measurement:
             try:
                 self.experiment.target = self.target = self.whole()
             except UserError as error:
-                log.warning("tau is not measured (%s); spectrain.bench does so elsewhere", error)
+                log.warning("tau is not measured (%s); spectrain bench measures it elsewhere", error)
                 return {}
         drafters = self.others | {self.method: self.experiment.drafter(weights)}
         now_s = time.monotonic()

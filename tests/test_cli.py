@@ -73,11 +73,21 @@ def test_help_shows_the_options_of_what_is_chosen(capsys):
     said = capsys.readouterr().out
     assert "+exp=specdecpp" in said
     assert "  hidden_size=null" in said
+    assert "  optimizer.name=muon" in said  # its own default, and not that of other kinds
     help.show_options("generate", ["method=spire_sssd"])
     said = " ".join(capsys.readouterr().out.split())
     assert "method.lookup=sssd" in said
     assert "method.datastore=auto of the lookup: folder | null: prompt and output alone" in said
     assert "else the newest below checkpoints/ or the one that comes with spectrain" in said  # a second line of it
+
+
+def test_help_of_a_training_begins_with_what_a_newcomer_chooses(capsys):
+    help.show_options("train", ["+exp=eagle3"])
+    said, parts = capsys.readouterr().out, ("what is trained", "target:", "corpus:", "data:", "options, with")
+    parts += ("  hours=", "  out=", "options of +exp=eagle3", "  max_steps=", "  ttt_steps=", "  optimizer.name=")
+    parts += ("trainer:", "select:", "tau:", "logger:")
+    places = [said.index(f"\n{part}") for part in parts]
+    assert places == sorted(places)
 
 
 def test_a_stage_is_one_line_of_a_log_and_only_if_it_takes_long(monkeypatch, caplog):

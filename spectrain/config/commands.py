@@ -24,7 +24,7 @@ class Answering(Target):
     """The model that answers."""
 
     path: FilePath | None = option(
-        None, "as spectrain.train has it; null: smollm2, or where it cannot be downloaded the bundled pystdlib-8l"
+        None, "as spectrain train has it; null: smollm2, or where it cannot be downloaded the bundled pystdlib-8l"
     )
 
 
@@ -166,7 +166,7 @@ class Responses(Configured, Built, Server):
 
     kind: str = "responses"
     prompts: FilePath | None = option(
-        None, "as for spectrain.bench; null: beginnings of stdlib modules that are not held out"
+        None, "as for spectrain bench; null: beginnings of stdlib modules that are not held out"
     )
     limit: Whole | None = option(None, "prompts, from the start of the file; null: all (400 without prompts)")
     decontaminate: FilePath | None = option(
@@ -222,7 +222,7 @@ class Acceptance(Built):
     sampling: dict[str, Any] | None = option(
         None, "how p and q are warped; null: as the responses were drawn. sampling.top_k=50 changes only that option"
     )
-    responses: FilePath | None = option(None, "folder of data_prep.responses; null: the newest of this target")
+    responses: FilePath | None = option(None, "folder made by spectrain responses; null: the newest of this target")
     drafter: FilePaths | None = option(None, "folder of a drafter; null: the newest vanilla one")
     rollout_tokens: Several = option(10, "of a drafter with rollouts: positions per rollout, with its root")
     draws: Whole = option(1, "drafts per position")
@@ -313,7 +313,7 @@ class Check:
     drafter: FilePath = option(MISSING, "folder of a drafter, ours or others'")
     target: Target = group(Target)
     prompts: FilePath | None = option(
-        None, "as for spectrain.bench; null: chat, code and math, or code where the target has no chat template"
+        None, "as for spectrain bench; null: chat, code and math, or code where the target has no chat template"
     )
     limit: Several = option(16, "the most prompts")
     chat: bool | Literal["auto"] = CHAT

@@ -100,15 +100,14 @@ class Described(NamedTuple):
     help: str
 
 
-def described(kind: type) -> Iterator[Described]:
-    """Yield each option of a class, with those of its groups."""
-    types = types_of(kind)
+def described(kind: type, defaults: object = None) -> Iterator[Described]:
+    """Yield each option of a class, with those of its groups. `defaults` is an object of it; None: a new one."""
+    types, defaults = types_of(kind), kind() if defaults is None else defaults
     for one in dataclasses.fields(kind):
-        of = types[one.name]
+        of, default = types[one.name], getattr(defaults, one.name)
         if inner := group_of(of):
-            yield from (Described(f"{one.name}.{each.name}", *each[1:]) for each in described(inner))
+            yield from (Described(f"{one.name}.{each.name}", *each[1:]) for each in described(inner, default))
         elif "help" in one.metadata:
-            default = one.default_factory() if one.default is dataclasses.MISSING else one.default
             choices = ["true | false" if part is bool else "a number" for part in parts_of(of) if part in (bool, int)]
             meaning = f"{' | '.join([*choices, *texts_of(of)])}: " if texts_of(of) else ""
             yield Described(one.name, "..." if default == MISSING else shown(default), meaning + one.metadata["help"])

@@ -104,7 +104,7 @@ class Artifacts:
 
     drafter: FilePaths | None = option(None, "folder of a trained drafter, or several in a list")
     head: FilePath | None = option(None, "folder of an acceptance head of +exp=specdecpp")
-    datastore: FilePath | None = option(None, "folder of data_prep.datastore")
+    datastore: FilePath | None = option(None, "folder made by spectrain datastore")
 
 
 @dataclass

@@ -28,6 +28,9 @@ TITLES = {  # of groups that have no class
     "recipe": "Options that suit a model or a machine.",
     "engine": "Drafters that an engine computes as they were trained.",
 }
+DURATIONS = ("max_steps", "tokens_per_parameter", "epochs")
+# The groups of a training as a newcomer needs them; "": the options in no group, and those of +exp=. Others follow.
+OF_TRAINING = ("target", "corpus", "data", "", "trainer", "select", "tau")
 VALUES = "The values below."
 Row = tuple[str, str]  # what is typed, and what it means
 
@@ -52,16 +55,19 @@ def show_options(name: str, arguments: Sequence[str]) -> None:
         experiments = [(f"+exp={one}", about(of)) for one, of in training.EXPERIMENTS.items()]
         one = f"+exp={training.SUGGESTED} --help lists the options of one"
         _show(f"what is trained, with a plus sign ({one})", experiments)
-    if experiment := GROUPS.get(("exp", chosen.get("exp"))):
-        _show(
-            f"options of +exp={chosen['exp']}; [in brackets]: as in its paper or its authors' code", _rows(experiment)
-        )
+    experiment = GROUPS.get(("exp", chosen.get("exp")))
     classes = {name: inner for name, of in types_of(kind).items() if (inner := group_of(of))}
     classes |= {group: of for group, of in UNTYPED.items() if group in groups}
     of_experiment = types_of(experiment) if experiment else ()
     own = [row for row in _rows(kind) if (one := row[0].partition("=")[0]).isidentifier() and one not in of_experiment]
-    _show("options, with their defaults", own)
-    for group in dict.fromkeys([*groups, *classes, *(["recipe", "engine"] if name == "train" else [])]):
+    first, last = (OF_TRAINING, ("recipe", "engine")) if name == "train" else (("",), ())
+    for group in dict.fromkeys([*first, *groups, *classes, *last]):
+        if not group:
+            _show("options, with their defaults", own)
+            if experiment:
+                title = f"options of +exp={chosen['exp']}; [in brackets]: as in its paper or its authors' code"
+                _show(title, _rows(experiment))
+            continue
         file = chosen.get(group, groups.get(group, ""))  # None: there is nothing to change
         of = None if file is None else GROUPS.get((group, file)) or classes.get(group)
         rows = _presets(group, groups.get(group)) + (_rows(of, f"{group}.") if of else [])
@@ -90,8 +96,9 @@ def _show(title: str, rows: Sequence[Row], columns: int = 28) -> None:
 
 
 def _rows(kind: type, prefix: str = "") -> list[Row]:
-    """Return the options of a class; those of its bases come last."""
-    ordered = sorted(described(kind), key=lambda one: one.name.partition(".")[0] not in kind.__annotations__)
+    """Return the options of a class; those of its bases come last, but how long a training takes first."""
+    first = {*kind.__annotations__, *DURATIONS}
+    ordered = sorted(described(kind), key=lambda one: one.name.partition(".")[0] not in first)
     return [(f"{prefix}{one.name}={one.default}", one.help) for one in ordered]
 
 

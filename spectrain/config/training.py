@@ -43,7 +43,7 @@ class Online(Data):
 
 @dataclass
 class Offline(Data):
-    """The outputs of the frozen models were stored beforehand, by data_prep.activations or data_prep.acceptance."""
+    """The outputs of the frozen models were stored beforehand, by spectrain activations or spectrain acceptance."""
 
     _target_: str = "spectrain.training.sources.Offline"
     source: str = "offline"
@@ -53,7 +53,7 @@ class Offline(Data):
 
 @dataclass
 class Served(Online):
-    """Another process owns the target and computes its hidden states (data_prep.activations serve=true)."""
+    """Another process owns the target and computes its hidden states (spectrain activations serve=true)."""
 
     _target_: str = "spectrain.training.sources.Served"
     source: str = "served"
@@ -130,25 +130,25 @@ class Train:
     target: Target = group(Target)
     corpus: Corpus = group(Corpus)
     data: Any = None
+    hours: Positive | None = option(
+        None, "that all of it takes, if max_steps=null: loading, steps, validation and the measurement of tau"
+    )
+    max_steps: Whole | None = option(None, "optimizer steps")
+    plan: bool = option(False, "true: print what the training will take (docs/plan.md), and do not start it")
+    out: FilePath | None = option(None, "export folder; null: checkpoints/<name of the run>")
+    run_dir: FilePath | None = option(None, "null: runs/<kind>-<hash of the options>. The same command resumes")
+    fresh: bool = option(False, "true: delete an earlier run in this folder and start again")
+    checkpoint_s: NonNegative = option(120.0, "seconds between two checkpoints: what a kill loses at the most")
+    seed: Seed = SEED
+    vanilla: FilePath | None = option(None, "folder of a vanilla drafter that is measured for comparison")
     trainer: Trainer = group(Trainer)
+    select: Select = group(Select)
+    tau: Tau = group(Tau)
     logger: dict[str, Any] = group(dict)
     sampling: dict[str, Any] | None = option(
         None, "of +exp=specdecpp: how labels are warped; null: as the responses were drawn"
     )
-    seed: Seed = SEED
-    run_dir: FilePath | None = option(None, "null: runs/<kind>-<hash of the options>. The same command resumes")
-    fresh: bool = option(False, "true: delete an earlier run in this folder and start again")
-    out: FilePath | None = option(None, "export folder; null: checkpoints/<name of the run>")
-    max_steps: Whole | None = option(None, "optimizer steps")
-    hours: Positive | None = option(
-        None, "that all of it takes, if max_steps=null: loading, steps, validation and the measurement of tau"
-    )
-    plan: bool = option(False, "true: print what the training will take (docs/plan.md), and do not start it")
     hardware: Hardware | None = None
-    checkpoint_s: NonNegative = option(120.0, "seconds between two checkpoints: what a kill loses at the most")
-    select: Select = group(Select)
-    vanilla: FilePath | None = option(None, "folder of a vanilla drafter that is measured for comparison")
-    tau: Tau = group(Tau)
     own: Any = group(dict)  # the experiment's options, an object of a class below; those of all trainings stand above
 
 
@@ -301,7 +301,7 @@ class Head:
     max_steps: Whole | None = option(None, "optimizer steps; null: `epochs` passes over the rows")
     epochs: Whole = option(3, "passes over the rows [3]")
     drafter: FilePaths | None = option(None, "folder of a drafter; null: the newest vanilla one that fits")
-    responses: FilePath | None = option(None, "folder of data_prep.responses; null: the newest of this target")
+    responses: FilePath | None = option(None, "folder made by spectrain responses; null: the newest of this target")
     held_out_share: Annotated[Share, Gt(0)] = option(0.05, "of the rows, for validation")
     rollout_tokens: Several = option(10, "of a SPIRe drafter: positions per rollout, with its root")
     n_blocks: Annotated[Count, Le(4)] = option(3, "D, residual blocks of the head [0 .. 4]")

@@ -130,7 +130,7 @@ def read_documents(
 def corpus_documents(
     corpus: Corpus, tally: Tally, tokenizer: PreTrainedTokenizerBase | None = None, shuffled: bool = False
 ) -> Iterator[Document]:
-    """Yield the documents of all sources of a corpus in turns, as often as their weights say.
+    """Yield the documents of all sources of a corpus interleaved, as often as their weights say.
 
     See `read_documents`. Of several sources, ids begin with the path.
 
@@ -272,7 +272,7 @@ def responses_of(path: str, tokenizer: PreTrainedTokenizerBase | None) -> list[R
         )
     folders = path.removeprefix(OF_RESPONSES).split(":")
     if "" in folders or len(set(folders)) < len(folders):
-        raise UserError(f"{path} must name different folders of data_prep.responses, separated by colons")
+        raise UserError(f"{path} must name different folders made by spectrain responses, separated by colons")
     for folder in map(Path, folders):
         waiting = folder.with_name(f".{folder.name}.partial")  # see spectrain.serving.request_log
         if not folder.exists() and any(waiting.glob("rows-*.jsonl")):

@@ -51,7 +51,7 @@ class ExportedLookup:
         if vocab_size < facts.vocab_size:
             raise UserError(
                 f"{folder} has tokens up to {facts.vocab_size}, but the served model has a vocabulary of {vocab_size}; "
-                "export one for it with python -m spectrain.export method=... target=..."
+                "export one for it with spectrain export method=... target=..."
             )
         if facts.datastore and tokenizer is not None:
             check_served(folder, facts, tokenizer)
@@ -203,7 +203,7 @@ def folder_of(named: str | None = None) -> Path:
     """The exported folder that an engine's config names, else the variable. Raise UserError if neither does."""
     named = named or os.environ.get(VARIABLE)
     if not named:
-        raise UserError(f"no lookup method is named; give its folder (of spectrain.export) as the variable {VARIABLE}")
+        raise UserError(f"no lookup method is named; give its folder (of spectrain export) as the variable {VARIABLE}")
     return Path(named)
 
 

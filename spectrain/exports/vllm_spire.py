@@ -71,7 +71,7 @@ def check_fits(facts: dict, vllm_config: VllmConfig) -> None:
     if (version := facts.get("version")) != FORMAT:
         refuse(
             f"the drafter's folder has format {version}, but this spectrain reads {FORMAT}; write it anew with "
-            "python -m spectrain.export drafter=... by the same version of spectrain"
+            "spectrain export drafter=... by the same version of spectrain"
         )
     wanted, served = facts["target"], vllm_config.model_config
     text = served.hf_text_config
@@ -358,7 +358,7 @@ class SpireLlamaEagle3(Eagle3LlamaForCausalLM):
     def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> set[str]:
         """Load the tensors of an export. Returns the names of what has its value."""
         parameters, loaded = dict(self.named_parameters()), {"model.embed_tokens.weight", "kept_head.weight"}
-        anew = "copy the drafter's folder again, or write it anew with python -m spectrain.export drafter=..."
+        anew = "copy the drafter's folder again, or write it anew with spectrain export drafter=..."
         try:
             for name, tensor in weights:
                 for own, part, *shard in self.parts_of(name, tensor):

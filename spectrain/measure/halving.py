@@ -1,6 +1,6 @@
 """Find the fastest method for some prompts in a given time, by successive halving (Jamieson and Talwalkar 2016).
 
-In each round the methods that are left answer the same prompts in turns, plain decoding among them. Then those leave
+In each round the methods that are left answer the same prompts interleaved, plain decoding among them. Then those leave
 that are clearly slower than the fastest one, and at least half of them. So most of the time is spent on methods that
 are close to each other.
 """

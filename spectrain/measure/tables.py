@@ -294,9 +294,9 @@ def speed_table(content: Mapping) -> tuple[str, DataFrame]:
     n = content.get(
         "timed_contexts", min(settings["timed_contexts"], settings.get("contexts", settings["timed_contexts"]))
     )
-    title = f"speed, in turns on {n} contexts one at a time, 95 % intervals"
+    title = f"speed, interleaved on {n} contexts one at a time, 95 % intervals"
     if fastest is None:
-        return f"{title}; no gamma is surely faster than the trained one", table_of(rows)
+        return f"{title}; no gamma is significantly faster than the trained one", table_of(rows)
     return f"{title}; the fastest gamma, exported as the default: {fastest}", table_of(rows)
 
 

@@ -128,7 +128,7 @@ def measure_speed(
     seed: int = 0,
     ends_s: float | None = None,
 ) -> dict[str, dict]:
-    """Time all methods in turns, one context [L] at a time. The first method decodes plainly.
+    """Time all methods, interleaved, one context [L] at a time. The first method decodes plainly.
 
     After `ends_s` (of `time.monotonic`) no context begins but the first ones.
 
@@ -163,12 +163,12 @@ def measure_speed(
         "tokens_per_s": {name: row["tokens_per_s"] for name, row in speeds[first].items()},
         "speeds": speeds,
         "gammas": gammas,
-        "fastest_gamma": surely_fastest(rates),
+        "fastest_gamma": significantly_fastest(rates),
         "timed_contexts": min(map(len, timed.values())),
     }
 
 
-def surely_fastest(rates: Mapping[int, Mapping]) -> int | None:
+def significantly_fastest(rates: Mapping[int, Mapping]) -> int | None:
     """Return the draft length of the highest rate, if its interval lies above that of the longest; else None."""
     best = max(rates, key=lambda gamma: rates[gamma]["value"] or 0.0)
     low, high = rates[best]["low"], rates[max(rates)]["high"]

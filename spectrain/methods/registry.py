@@ -353,7 +353,7 @@ def open_export(folder: Path, target: TargetModel | None, options: Mapping = Map
         if target.vocab_size < facts.vocab_size:
             raise UserError(
                 f"{folder} has tokens up to {facts.vocab_size}, but the target has a vocabulary of "
-                f"{target.vocab_size}; export one for it with python -m spectrain.export method=... target=..."
+                f"{target.vocab_size}; export one for it with spectrain export method=... target=..."
             )
     if kind == "vanilla":  # the others are checked where they are built
         check_artifact(folder, kind, fingerprint(target.model, target.tokenizer))

@@ -69,7 +69,7 @@ def read_manifest(folder: Path, option: str = "drafter") -> Artifact:
         return trained_artifact(kind, "", "", {})
     if not file.is_file():
         what = f"has no {MANIFEST}" if folder.is_dir() else "does not exist"
-        raise UserError(f"{option}={folder} {what}; give a folder that spectrain.train exported")
+        raise UserError(f"{option}={folder} {what}; give a folder that spectrain train exported")
     version = read_object(file, dict, "export it again").get("version")
     if version is not None and version != VERSION:
         is_newer = isinstance(version, int) and version > VERSION
@@ -216,7 +216,7 @@ def read_lookup_facts(folder: Path) -> LookupFacts:
     """Read `config.json` of a lookup method. Raise UserError if the folder holds none, or is damaged."""
     artifact = read_manifest(folder, "lookup")
     if artifact.kind != "lookup":
-        how = "python -m spectrain.export method=..."
+        how = "spectrain export method=..."
         raise UserError(f"lookup={folder} is of kind {artifact.kind}, which engines cannot run; give one made by {how}")
     return read_object(folder / "config.json", LookupFacts, "export it again")
 
@@ -226,5 +226,5 @@ def check_tokenizer(folder: Path, facts: LookupFacts, tokenizer_fingerprint: str
     if facts.tokenizer_fingerprint != tokenizer_fingerprint:
         raise UserError(
             f"lookup={folder} was exported for the tokenizer {facts.tokenizer_fingerprint}, but {target} has "
-            f"{tokenizer_fingerprint}; export one for it with python -m spectrain.export method=... target=..."
+            f"{tokenizer_fingerprint}; export one for it with spectrain export method=... target=..."
         )

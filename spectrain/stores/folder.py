@@ -42,7 +42,7 @@ class FileFacts(TypedDict):
 
 @dataclass(frozen=True)
 class StoreKind(Generic[M]):
-    """The stores that `data_prep.<name>` writes, and how messages name them."""
+    """The stores that `spectrain <name>` writes, and how messages name them."""
 
     name: str  # `kind` of its manifests
     version: int  # of its format
@@ -51,7 +51,7 @@ class StoreKind(Generic[M]):
 
     @property
     def built_by(self) -> str:
-        return f"python -m data_prep.{self.name}"
+        return f"spectrain {self.name}"
 
     def read_manifest(self, folder: Path) -> M:
         """Read a manifest, or raise UserError where the folder is no store of this kind and version."""

@@ -11,16 +11,21 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from typing import Any
 
-from spectrain.terminal import IS_STAGE
+from spectrain.errors import IS_STAGE
 
 SAID = {signal.SIGINT: ("interrupted", 130), signal.SIGTERM: ("terminated", 143)}
 EXIT_CODES = tuple(code for _, code in SAID.values())
 SAME_SIGNAL_S = 1.0  # terminals and torchrun send one Ctrl-C to a process twice
 LATER_S = 0.05  # until a signal that was lost is sent again
+
+
+class Interrupted(KeyboardInterrupt):
+    """A Ctrl-C. After a plain KeyboardInterrupt has left `exec("...")`, Python ends by SIGINT, with no exit code."""
 
 
 class Terminated(KeyboardInterrupt):
@@ -58,6 +63,10 @@ class Signals:
         self._first = FirstSignal()
         return self._first
 
+    def end_at_once(self) -> None:
+        """Let a signal end this process with its sentence, where it has nothing to save."""
+        self._take_over(self._end)
+
     @contextmanager
     def answered(self) -> Iterator[None]:
         """Take over while a command runs, which is the block, and give the handlers of before back.
@@ -66,8 +75,7 @@ class Signals:
         """
         self._first, self._said = FirstSignal(), False
         hook, sys.unraisablehook = sys.unraisablehook, self._again
-        taken = [number for number in SAID if signal.getsignal(number) is not signal.SIG_IGN]
-        before = {number: signal.signal(number, self._interrupt) for number in taken}
+        before = self._take_over(self._interrupt)
         try:
             yield
         except KeyboardInterrupt:  # where the command did not expect it
@@ -93,12 +101,23 @@ class Signals:
         number, self._first = self.first, FirstSignal()
         threading.Timer(LATER_S, os.kill, (os.getpid(), number)).start()
 
+    @staticmethod
+    def _take_over(handler: Callable) -> dict[int, Any]:
+        """Answer signals that are not ignored by a handler, and return those of before."""
+        taken = [number for number in SAID if signal.getsignal(number) is not signal.SIG_IGN]
+        return {number: signal.signal(number, handler) for number in taken}
+
+    def _end(self, number: int, frame: object) -> None:
+        is_first = self.first is None
+        if self._first.asked_again(number) or is_first:
+            os._exit(self.say())
+
     def _interrupt(self, number: int, frame: object) -> None:
         is_first = self.first is None
         if self._first.asked_again(number):
             os._exit(self.say())
         if is_first:
-            raise Terminated if number == signal.SIGTERM else KeyboardInterrupt
+            raise Terminated if number == signal.SIGTERM else Interrupted
 
 
 SIGNALS = Signals()  # one per process, as handlers are

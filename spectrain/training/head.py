@@ -105,7 +105,7 @@ class HeadExperiment(Experiment):
         super().__init__(run, data, open_target)
         if self.target.group is not None and data.source == "online":
             raise AllRanksError(
-                "ranks that share a target (target.parallel=tp) make labels beforehand; run data_prep.acceptance, and "
+                "ranks that share a target (target.parallel=tp) make labels beforehand; run spectrain acceptance, and "
                 "give data=offline"
             )
         self.opened = open_given_drafter(given_artifacts(self.own.drafter), self.target, self.own.rollout_tokens)

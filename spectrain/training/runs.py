@@ -159,7 +159,7 @@ class RunFolder:
         """Return a run as it stands, finished or not. Raises UserError where the folder is none."""
         if not (path / CONFIG).is_file() or not (path / FACTS).is_file():
             raise UserError(
-                f"run={path} is no run of spectrain.train (it has no {CONFIG}); give its folder below runs/"
+                f"run={path} is no run of spectrain train (it has no {CONFIG}); give its folder below runs/"
             )
         return cls(path, training_of(read_yaml(path / CONFIG), checks=False), id=read_json(path / FACTS)["id"])
 

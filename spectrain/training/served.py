@@ -50,7 +50,7 @@ PIECE_BYTES = 1 << 20  # of values in one message
 CONNECT_S = 10.0  # for a connection; for the first one in all
 BAD_LENGTH = "bad message length"  # as `Connection` says it of what no server of ours sends
 PAUSES_S = (0.1, 2.0)  # between two attempts, from the first to the longest
-ADVICE = "start the server with python -m data_prep.activations serve=true target=..., or give its address"
+ADVICE = "start the server with spectrain activations serve=true target=..., or give its address"
 
 
 def key() -> bytes:
@@ -224,7 +224,7 @@ class HiddenStates:
             if isinstance(error, OSError) and BAD_LENGTH not in str(error):
                 raise
             raise UserError(
-                f"data.address={self.address} is no server of data_prep.activations; give another"
+                f"data.address={self.address} is no server of spectrain activations; give another"
             ) from error
         if facts["version"] != VERSION:
             raise UserError(f"the server at {self.address} is of another version of spectrain; use the same one")

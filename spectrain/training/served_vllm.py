@@ -202,7 +202,7 @@ def _final_norm(target: TargetModel) -> nn.Module:
     if norm is None:
         raise UserError(
             f"the last norm of {target.config.model_type} models is not known; give data=online or a server of "
-            "data_prep.activations"
+            "spectrain activations"
         )
     return copy.deepcopy(norm).float().cpu()
 

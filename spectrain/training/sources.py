@@ -140,7 +140,7 @@ class Offline(config_training.Offline):
         if not wanted.same_distribution(made):
             raise UserError(
                 f"data.path={store.folder} was labelled for {made.describe()}, not for {wanted.describe()}; remove "
-                "sampling=, or label anew with python -m data_prep.acceptance"
+                "sampling=, or label anew with spectrain acceptance"
             )
         return store
 

@@ -123,13 +123,13 @@ def test_a_store_of_another_tokenizer_is_refused(stores, tokenizer):
     other = train_tokenizer(["four five six\n" * 9], 280)
     with pytest.raises(UserError, match=r"a is of the tokenizer of the target, not of this target's"):
         list(read_documents(f"responses:{stores[0]}", tokenizer=other))
-    with pytest.raises(UserError, match="does not exist; make one with python -m data_prep.responses"):
+    with pytest.raises(UserError, match="does not exist; make one with spectrain responses"):
         list(read_documents("responses:nothing", tokenizer=tokenizer))
     (stores[0].parent / ".traffic.partial").mkdir()
     (stores[0].parent / ".traffic.partial" / "rows-1.jsonl").touch()
     with pytest.raises(UserError, match="traffic has no answers yet: a server keeps its first ones in .*.traffic.part"):
         list(read_documents(f"responses:{stores[0].parent}/traffic", tokenizer=tokenizer))
-    with pytest.raises(UserError, match="must name different folders of data_prep.responses, separated by colons"):
+    with pytest.raises(UserError, match="must name different folders made by spectrain responses, separated by colons"):
         list(read_documents(f"responses:{stores[0]}:{stores[0]}", tokenizer=tokenizer))
     with pytest.raises(UserError, match=r"\+exp=target is to train; give a text corpus"):
         list(read_documents(f"responses:{stores[0]}"))

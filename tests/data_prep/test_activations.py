@@ -141,7 +141,7 @@ BAD = {
     "short corpus": (["row_tokens=256", "corpus.max_documents=1"], "corpus too small: the "),
     "layers": (["layers=[3,4]"], "layers=[3, 4] must be blocks 0 to 3, each once and in order"),
     "no responses": (["corpus=responses:nowhere"], "responses=nowhere does not exist"),
-    "out": (["out=taken"], "out=taken exists and was not written by data_prep.activations"),
+    "out": (["out=taken"], "out=taken exists and was not written by spectrain activations"),
 }
 
 

@@ -225,7 +225,7 @@ BAD = {
         ["corpus.fields=[n]"],
         "line 1 of corpus.jsonl has no text as 'n', and 9 of the other 9 rows alike; mend",
     ),
-    "out": (["out=taken"], "out=taken exists and was not written by data_prep.datastore"),
+    "out": (["out=taken"], "out=taken exists and was not written by spectrain datastore"),
     "out without a name": (["out=."], "out=. has no name of its own"),
     "out below a file": (["out=taken/file/store"], "taken/file/store cannot be made (Not a directory)"),
 }

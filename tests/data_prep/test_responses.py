@@ -178,7 +178,7 @@ def test_a_finished_store_is_replaced_only_when_asked(respond, asked, tmp_path):
     (other / "manifest.json").write_text('{"kind": "datastore"}')
     code, _, err = respond(*asked, "out=other", "fresh=true")
     assert code == 2
-    assert "out=other exists and was not written by data_prep.responses" in err
+    assert "out=other exists and was not written by spectrain responses" in err
 
 
 CONVERSATIONS = [["first", "second", "third"], ["alone"], ["one", "two"]]
@@ -289,7 +289,7 @@ def test_wrong_options_are_refused_before_anything_is_loaded(case):
 BAD_INPUT = {
     "chat without template": (["chat=true"], "has no chat template"),
     "no address": (["source=server", "base_url=x"], "base_url=x is no address"),
-    "out": (["out=taken"], "out=taken exists and was not written by data_prep.responses"),
+    "out": (["out=taken"], "out=taken exists and was not written by spectrain responses"),
     "drafter": (["drafter=d"], "drafter=d does not exist; give an existing folder"),
     "no drafter": (["method=spire"], "checkpoints/ holds no spire drafter for this target"),
 }

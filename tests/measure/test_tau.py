@@ -13,7 +13,7 @@ from spectrain.measure.tau import (
     continue_rows,
     measure_speed,
     measure_tau,
-    surely_fastest,
+    significantly_fastest,
     tau_estimate,
 )
 from spectrain.methods.autoregressive import Autoregressive
@@ -79,7 +79,7 @@ def test_every_draft_length_is_measured_on_the_same_contexts_and_the_fastest_is_
     settings = {"gamma": {"magicdec": 3}, "timed_contexts": 2}
     assert speed_table(content | {"settings": settings, "fastest_gamma": 2})[0].endswith("exported as the default: 2")
     title, table = speed_table(content | {"settings": settings, "fastest_gamma": None})
-    assert title.endswith("no gamma is surely faster than the trained one")
+    assert title.endswith("no gamma is significantly faster than the trained one")
     assert len(table) == 2 * (1 + 3)
 
 
@@ -94,7 +94,7 @@ def test_without_a_timed_context_no_draft_length_is_the_fastest(llama_target):
 @pytest.mark.parametrize(("shorter", "exported"), [((9.0, 7.5, 11.0), None), ((9.0, 8.5, 11.0), 1)])
 def test_a_draft_length_is_exported_only_where_its_interval_lies_above_that_of_the_longest(shorter, exported):
     rates = [dict(zip(("value", "low", "high"), numbers, strict=True)) for numbers in (shorter, (7.0, 6.0, 8.0))]
-    assert surely_fastest(dict(enumerate(rates, 1))) == exported
+    assert significantly_fastest(dict(enumerate(rates, 1))) == exported
 
 
 def test_a_time_that_is_over_leaves_one_batch_of_each_setting_and_one_context_of_each_method(llama_target):

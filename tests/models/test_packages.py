@@ -126,7 +126,7 @@ def test_the_command_makes_a_target_with_the_weights_tokenizer_and_template_of_t
     assert len({file.stat().st_mode for file in Path("checkpoints/tiny").iterdir()}) == 1
     Path("mine").mkdir()
     Path("mine/config.json").write_text("{}")
-    assert "was not written by data_prep.target" in make(f"gguf={work}/tiny.gguf", "out=mine", "fresh=true")[2]
+    assert "was not written by spectrain target" in make(f"gguf={work}/tiny.gguf", "out=mine", "fresh=true")[2]
     assert os.listdir("mine") == ["config.json"]
 
 

@@ -131,5 +131,5 @@ def test_the_newest_of_this_target_is_found_among_other_stores(folder, tmp_path,
     (tmp_path / "newer" / "manifest.json").write_text("{")
     assert newest_responses(tmp_path, "a" * 16) == folder
     assert "passed over" in caplog.text
-    with pytest.raises(UserError, match="holds no responses of this target; run python -m data_prep.responses"):
+    with pytest.raises(UserError, match="holds no responses of this target; run spectrain responses"):
         newest_responses(tmp_path, "d" * 16)

@@ -64,3 +64,20 @@ def test_a_signal_is_not_lost_where_python_ignores_errors():
     """.replace("\n        ", "\n")
     )
     assert (code, err) == (143, "terminated; run the same command again\n")
+
+
+@pytest.mark.parametrize("number", SAID)
+@pytest.mark.parametrize("command", ["spectrain", "spectrain.generate", "data_prep.responses"])
+def test_a_signal_is_answered_while_the_command_line_is_imported(command, number, tmp_path):
+    (tmp_path / "hydra.py").write_text(f"import os; os.kill(os.getpid(), {int(number)})")
+    environment = ENVIRONMENT | {"PYTHONPATH": f"{tmp_path}{os.pathsep}{ROOT}"}
+    done = subprocess.run([sys.executable, "-m", command], env=environment, capture_output=True, text=True, timeout=60)
+    code, said = SAID[number]
+    assert (done.returncode, done.stderr) == (code, f"{said}; run the same command again\n")
+
+
+def test_an_interrupt_in_code_from_a_text_has_the_same_exit_code(tmp_path):
+    lines = ["import os", "from spectrain.stores.signals import SIGNALS", "with SIGNALS.answered():"]
+    (tmp_path / "own.py").write_text("\n".join([*lines, "    exec('os.kill(os.getpid(), 2)')"]))
+    done = subprocess.run([sys.executable, "-m", "own"], env=ENVIRONMENT, cwd=tmp_path, capture_output=True, timeout=60)
+    assert (done.returncode, done.stderr) == (130, b"interrupted; run the same command again\n")

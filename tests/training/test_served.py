@@ -146,7 +146,7 @@ def test_each_bad_server_is_one_sentence(learn, shared, target, monkeypatch, tmp
                 "data.address=127.0.0.1:1 has not answered for",
             ),
             (["data.address=here"], SECRET, "data.address=here is no address; give host:port"),
-            ([f"data.address=127.0.0.1:{nobody.getsockname()[1]}"], SECRET, "is no server of data_prep.activations"),
+            ([f"data.address=127.0.0.1:{nobody.getsockname()[1]}"], SECRET, "is no server of spectrain activations"),
             (
                 [f"data.address={right}", "memories=final"],
                 SECRET,
