@@ -46,7 +46,7 @@ from spectrain.methods.autoregressive import Autoregressive
 from spectrain.methods.speculative import build as build_speculative
 from spectrain.models.kinds import about
 from spectrain.planning.defaults import peak_tokens_per_s, plan_for, settled
-from spectrain.planning.expected import expected_tau
+from spectrain.planning.expected import tau_sentence
 from spectrain.planning.plan import Plan, meta_target, steps_s
 from spectrain.stores.files import free_bytes
 from spectrain.target import TargetModel
@@ -167,14 +167,14 @@ def show_plan(config: Train) -> None:
     """Print what a training takes: a line, or with plan=true all of it."""
     with stage("planning"):
         plan, machine = plan_for(config)
-    expected = plan.steps and expected_tau(config, plan.tokens)
     if not config.plan:
-        for said in filter(None, (plan.sentence(machine), expected)):
-            log.info("%s", said)
+        log.info("%s", plan.sentence(machine))
+        if expected := tau_sentence(config, plan):
+            log.info("%s", expected)
         return
     check_row_tokens(config.data.row_tokens, meta_target(config.target))
     show([("memory of one rank", memory_table(plan, machine))])
-    for said in filter(None, (plan.sentence(machine), expected)):
+    for said in filter(None, (plan.sentence(machine), tau_sentence(config, plan))):
         Console().print(f"{said}\n", highlight=False)
     for obstacle in obstacles(config, plan):
         log.warning(obstacle)

@@ -12,60 +12,64 @@ import numpy as np
 
 from spectrain.config.training import Train
 from spectrain.errors import UserError
-from spectrain.models.artifacts import MANIFEST, Artifact, read_manifest
+from spectrain.models.artifacts import MANIFEST, read_manifest
 from spectrain.models.pruned_init import NEW
+from spectrain.planning.plan import Plan
 from spectrain.stores import locations
 from spectrain.training.base import experiment_type
 
 FEWEST_TOKENS = 10_000  # of a drafter that counts
 
 
-def expected_tau(config: Train, tokens: int) -> str | None:
-    """Say in a sentence which tau a training on so many tokens may expect; None: no drafter is known to compare with.
+def tau_sentence(config: Train, plan: Plan) -> str | None:
+    """Say which tau a training may expect; None: nothing is known to compare it with.
 
-    Drafters below `checkpoints/`, those that come with spectrain, and the folder `init` count, each with all tokens
-    that it has learned from.
+    Drafters below `checkpoints/`, those that come with spectrain, and the folder `init` count, if they draft as many
+    tokens as this one, each with all tokens that it has learned from.
     """
-    before, known, init = 0, {}, init_of(config)
-    for folder in folders(config):
-        try:
-            artifact = read_manifest(folder)
-        except UserError:
-            continue
-        if artifact.kind == experiment_type(config).exports and is_of(config.target.path, artifact):
-            learned, tau = learned_from(artifact), artifact.trained.get("metrics", {}).get("eval/tau_expected")
-            before = learned if init and folder.resolve() == init.resolve() else before
-            if tau and learned >= FEWEST_TOKENS:
-                known[learned] = max(tau, known.get(learned, 0.0))
-    if not known:
+    if plan.steps is None:
         return None
-    known, total = dict(sorted(known.items())), before + tokens
-    facts = ", ".join(f"{tau:.2f} after {learned:,} tokens" for learned, tau in known.items())
-    least, most = min(known), max(known)
-    where = "at most" if total < least else "at least" if total > most else "about"
-    tau = np.interp(log(total), [log(one) for one in known], [*known.values()])
-    return f"expected tau {where} {tau:.2f} after {total:,} tokens: drafters of this kind for this target have {facts}"
-
-
-def folders(config: Train) -> list[Path]:
-    """Return the folders of exported drafters that a training is compared with."""
-    own = [file.parent for file in sorted(locations.CHECKPOINTS.glob(f"*/{MANIFEST}"))]
-    found = (*locations.shipped_folders(locations.SHIPPED), *own, *filter(None, [init_of(config)]))
-    return list({one.resolve(): one for one in found}.values())
-
-
-def init_of(config: Train) -> Path | None:
-    """Return the folder of the drafter that is trained further; None: a new one is."""
     init = getattr(config.own, "init", NEW[0])
-    return None if init in NEW else Path(init)
+    known, before = reached(config, plan.drafted), 0 if init in NEW else learned_from(trained_as(Path(init)))
+    if not known or (before == 0 and init not in NEW):
+        return None
+    total, points = before + plan.tokens, np.array(sorted(known.items()))
+    place = int(np.searchsorted(points[:, 0], total))
+    where = "at most" if place == 0 else "at least" if place == len(points) else "about"
+    tau = np.interp(log(total), np.log(points[:, 0]), points[:, 1])
+    facts = ", ".join(f"{tau:.2f} after {learned:,.0f} tokens" for learned, tau in points[max(0, place - 1) :][:2])
+    what = f"{experiment_type(config).exports} drafters for {config.target.path}"
+    return f"expected tau {where} {tau:.2f} after {total:,} tokens: {what} have {facts}"
 
 
-def is_of(target: str, artifact: Artifact) -> bool:
-    """Return whether a drafter was trained for this target, by its folder: nothing of the target is loaded."""
+def reached(config: Train, drafted: int) -> dict[int, float]:
+    """Return the best expected tau of earlier drafters that draft so many tokens, by the tokens they learned from."""
+    own, known = [file.parent for file in locations.CHECKPOINTS.glob(f"*/{MANIFEST}")], {}
+    for folder in (*locations.shipped_folders(locations.SHIPPED), *own):
+        trained = trained_as(folder, experiment_type(config).exports, config.target.path)
+        metrics, learned = trained.get("metrics") or {}, learned_from(trained)
+        tau, n = metrics.get("eval/tau_expected"), sum(name.startswith("eval/alpha_step_") for name in metrics)
+        if tau and n == drafted and learned >= FEWEST_TOKENS:
+            known[learned] = max(tau, known.get(learned, 0.0))
+    return known
+
+
+def trained_as(folder: Path, kind: str | None = None, target: str | None = None) -> dict:
+    """Return what an export says of its training; {} where there is none, or it is of another kind or target.
+
+    Targets are compared by their folders, because none is loaded for a plan.
+    """
+    try:
+        artifact = read_manifest(folder)
+    except (UserError, OSError):
+        return {}
+    if kind is None:
+        return artifact.trained
     one, other = (Path(locations.bundled_folder(name) or name).resolve() for name in (artifact.target, target))
-    return artifact.target == target or one == other
+    return artifact.trained if (artifact.kind, one) == (kind, other) else {}
 
 
-def learned_from(artifact: Artifact) -> int:
-    """Return the tokens of all trainings of a drafter."""
-    return sum(one.get("tokens", 0) for one in (artifact.trained, *artifact.trained.get("before", [])))
+def learned_from(trained: dict) -> int:
+    """Return the tokens of all trainings of a drafter; 0 where they are not known of one of them."""
+    tokens = [one.get("tokens") for one in (trained, *(trained.get("before") or []))]
+    return sum(tokens) if all(tokens) else 0

@@ -31,6 +31,7 @@ from spectrain.target import TargetModel
 from spectrain.target.device import PLANNED
 from spectrain.target.loading import DTYPES, first_line, load_config
 from spectrain.training.base import Experiment, Training, experiment_type, open_experiment
+from spectrain.training.callbacks import PASSES_OF_HOURS
 from spectrain.training.data import RowBatch
 from spectrain.training.optim import is_matrix
 from spectrain.training.runs import RunFolder
@@ -67,8 +68,9 @@ class Plan:
     memory: Mapping[str, int]  # bytes of a rank by what they hold
     disk: Mapping[str, int]  # bytes by what they hold
     step_s: float
+    drafted: int  # tokens of a draft that are learned; 0 of an ordinary model
     fit_s: float = 0.0  # in which the input of a new drafter is fitted before the first step
-    passes: float | None = None  # over the rows; None: the training will say how many there are
+    passes: float | None = None  # over the text; None: it is not known how much there is
 
     @property
     def bytes(self) -> int:
@@ -83,7 +85,7 @@ class Plan:
         steps, hours = "as many steps as its epochs have", ""
         if self.steps is not None:
             about = "about" if self.within_hours else "at most"
-            passes = "" if self.passes is None else f", {self.passes:.2g} passes over the rows"
+            passes = "" if self.passes is None else f", {self.passes:.1f} passes over the text"
             steps = f"{about} {self.steps:,} steps ({_short(self.tokens)} tokens{passes})"
             hours = self.within_hours or self.hours
             hours = f", {hours:,.{0 if hours >= 10 else 2}f} hours"
@@ -130,9 +132,12 @@ def plan_of(config: Train, machine: Machine, ranks: int) -> Plan:
     if machine.near_bytes_per_s:
         seconds += accumulated * outline.exchanged_by_target(ranks) / machine.near_bytes_per_s
     follows = config.max_steps is None and getattr(config.own, "epochs", None)
-    fit_s = outline.fit_flops() / machine.peaks.flops_per_s / machine.training_share
-    steps = None if follows else outline.experiment.steps_of(trained, None)
-    steps = max(1, round((steps_s(hours) - fit_s) / seconds)) if hours else steps
+    fit_s = outline.fit_flops(ranks) / machine.peaks.flops_per_s / machine.training_share
+    n_rows = rows_of_store(config)
+    steps = None if follows and n_rows is None else outline.experiment.steps_of(trained, n_rows)
+    if hours:
+        steps = max(1, round((steps_s(hours) - fit_s) / seconds))
+        steps = steps if n_rows is None else min(steps, PASSES_OF_HOURS * n_rows // rows)
     return Plan(
         outline.target_parameters,
         trained,
@@ -144,16 +149,17 @@ def plan_of(config: Train, machine: Machine, ranks: int) -> Plan:
         memory,
         {"checkpoints": 16 * trained, "export": 2 * trained},  # the newest one and the best weights
         seconds,
+        getattr(outline.module.sums, "k", 0),
         fit_s,
-        steps and passes_of(config, steps * rows),
+        None if n_rows is None else steps * rows / n_rows,
     )
 
 
-def passes_of(config: Train, n_rows: int) -> float | None:
-    """Return how often a training on so many rows reads the rows of a store; None: they are made in the training."""
+def rows_of_store(config: Train) -> int | None:
+    """Return the training rows of a store of activations; None: a training makes its rows itself."""
     if config.data.source != "offline" or not config.data.path:
         return None
-    return n_rows / max(1, int((~open_features(config.data.path, verify=False).held_out).sum()))
+    return max(1, int((~open_features(config.data.path, verify=False).held_out).sum()))
 
 
 @dataclass(frozen=True)
@@ -208,10 +214,11 @@ class Outline:
             finally:
                 PLANNED.reset(stands_for)
 
-    def fit_flops(self) -> float:
-        """Return the FLOPs of the target in the fit of a new drafter's input, which every rank makes; 0 without one."""
-        fits = self.module.fits_input and self.config.own.init in NEW and self.experiment.needs_blocks(self.config)
-        return 2.0 * self.target_parameters * FIT_TOKENS if fits else 0.0
+    def fit_flops(self, ranks: int) -> float:
+        """Return a rank's FLOPs of the target in the fit of a new drafter's input; 0 where it runs none for that."""
+        config = self.config
+        fits = self.module.fits_input and config.own.init in NEW and config.data.source == "online"
+        return 2.0 * self.target_parameters * FIT_TOKENS / config.target.ranks_of_group(ranks) if fits else 0.0
 
     def weights(self, ranks: int) -> dict[str, int]:
         """Return the bytes that a rank holds all the time, by what they are."""

@@ -14,6 +14,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from spectrain.errors import IS_STAGE
@@ -74,14 +75,15 @@ class Signals:
         A signal that is ignored, as those of a shell's background job are, stays ignored.
         """
         self._first, self._said = FirstSignal(), False
-        hook, sys.unraisablehook = sys.unraisablehook, self._again
+        hook = sys.unraisablehook
+        sys.unraisablehook = partial(self._again, hook)
         before = self._take_over(self._interrupt)
         try:
             yield
         except KeyboardInterrupt:  # where the command did not expect it
             raise SystemExit(self.say()) from None
         finally:
-            sys.unraisablehook = hook
+            sys.unraisablehook, self._said = hook, True  # the command has ended, so nothing is left to repeat
             for number, handler in before.items():
                 signal.signal(number, handler)
 
@@ -94,10 +96,10 @@ class Signals:
                 os.write(2, f"{what}; run the same command {then}\n".encode())
         return code
 
-    def _again(self, lost: sys.UnraisableHookArgs) -> None:
+    def _again(self, otherwise: Callable, lost: sys.UnraisableHookArgs) -> None:
         """Send a signal again that came where Python ignores errors, as in the `__del__` of a library's object."""
         if self.first is None or not issubclass(lost.exc_type, KeyboardInterrupt):
-            return sys.__unraisablehook__(lost)
+            return otherwise(lost)
         number, self._first = self.first, FirstSignal()
         threading.Timer(LATER_S, os.kill, (os.getpid(), number)).start()
 
@@ -110,6 +112,7 @@ class Signals:
     def _end(self, number: int, frame: object) -> None:
         is_first = self.first is None
         if self._first.asked_again(number) or is_first:
+            self._said = self._said or os.environ.get("RANK", "0") != "0"  # of several ranks one says it
             os._exit(self.say())
 
     def _interrupt(self, number: int, frame: object) -> None:

@@ -44,7 +44,7 @@ class Training(LightningModule):
     Frozen models are no submodules: they stay out of the optimizer and of checkpoints.
     """
 
-    fits_input = False  # whether `begin` finds weights
+    fits_input = False  # whether `begin` fits the drafter's input
     compiles = False  # whether blocks and loss are compiled before the first step
     chunk_loss: Callable | None = None  # `losses.chunk_loss`, once it is compiled
 

@@ -104,7 +104,7 @@ class StepsForHours(Callback):
         self.note(steps)
 
     def _say(self, steps: int, step_s: float, passes: float) -> None:
-        log.info("%d steps of %.2f s fit into hours=, %.2g passes over the text", steps, step_s, passes)
+        log.info("%d steps of %.2f s fit into hours=, %.1f passes over the text", steps, step_s, passes)
         if steps == self.most:
             log.warning(
                 "the text is small: %d steps have read it %d times, so no more are made", steps, PASSES_OF_HOURS

@@ -3,7 +3,7 @@
 checkpoints/
     step-00000380.ckpt     the newest checkpoint: a file, or a folder under DeepSpeed
     .partial.ckpt          a checkpoint that was being written; never read
-    begun.pt               the weights of a new drafter whose input was fitted, until the training has ended
+    begun.pt               the weights of a new drafter whose input was fitted, until the first checkpoint
     best/
         best.json                    their step, the expected tau, and the file below
         step-00000250.safetensors    the whole weights of the trained module in float32, from any strategy
@@ -42,7 +42,7 @@ class CheckpointFolder:
 
     @property
     def begun(self) -> Path:
-        """Where the weights are kept that a training begins with, if finding them takes long."""
+        """Where the weights are kept that a training begins with, if they were fitted, until the first checkpoint."""
         return self.path / "begun.pt"
 
     def newest(self) -> Path | None:
@@ -53,7 +53,7 @@ class CheckpointFolder:
         """Give a checkpoint that was written its name, and remove the others."""
         to_disk(partial)
         rename(partial, final)
-        for file in self.path.glob("step-*.ckpt"):
+        for file in (self.begun, *self.path.glob("step-*.ckpt")):
             if file.name != final.name:
                 remove(file)
 

@@ -87,9 +87,8 @@ def fit(
     if trainer.is_global_zero and not (run.path / TRAINED_ON).is_file():
         with stage("noting which text is trained on"):
             Sample.of(data.train.texts()).save(run.path)
-    begun = run.checkpoints.begun.is_file()  # asked by all ranks before one writes it
     barrier(trainer)  # no rank looks for a checkpoint before rank zero has begun the run
-    checkpoint = run.checkpoints.newest()
+    checkpoint, begun = run.checkpoints.newest(), run.checkpoints.begun.is_file()
     if checkpoint:
         log.info("resuming from %s", checkpoint)
         prepare_resume(checkpoint, trainer)
@@ -108,6 +107,7 @@ def fit(
         elif not checkpoint:
             with trainer.precision_plugin.forward_context():  # as the steps, and as stores were computed
                 module.begin(data.train)
+            barrier(trainer)  # all ranks have looked
             if module.fits_input and trainer.is_global_zero:
                 run.checkpoints.path.mkdir(exist_ok=True)
                 write_whole(run.checkpoints.begun, lambda file: torch.save(module.state_dict(), file))

@@ -103,7 +103,7 @@ class Online(config_training.Online):
 
 
 class Offline(config_training.Offline):
-    """The outputs of the frozen models were stored beforehand, by data_prep.activations or data_prep.acceptance."""
+    """The outputs of the frozen models were stored beforehand, by spectrain activations or spectrain acceptance."""
 
     def drafter_rows(self, run: RunFolder, target: TargetModel, layers: tuple[int, ...]) -> RowData:
         """The rows of a store of activations."""

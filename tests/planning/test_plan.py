@@ -205,6 +205,17 @@ def test_bytes_of_a_rank_are_those_of_the_arithmetic(tiny):
     assert plan_of(config, Machine(PEAKS, None, link_bytes_per_s=1e3), 2).step_s > 4 * n / 1e3  # the all-reduce
 
 
+@pytest.mark.parametrize(("options", "passes"), [([], 10), (["hours=9"], 20), (["max_steps=20"], 4)])
+def test_a_plan_reads_the_rows_of_a_store_as_often_as_the_training(tiny, monkeypatch, options, passes):
+    store = SimpleNamespace(held_out=np.arange(14) >= 10)
+    monkeypatch.setattr("spectrain.planning.plan.open_features", lambda folder, verify: store)
+    options = f"target.path={tiny}", "data=offline", "data.path=store", "data.row_tokens=32", *options
+    config = config_of("+exp=spire", *options, "data.batch_size=2", "trainer.accelerator=cpu", "window_tokens=8")
+    plan = plan_of(config, machine := Machine(PEAKS, None), 1)
+    assert (plan.passes, plan.steps, plan.fit_s) == (passes, 5 * passes, 0)
+    assert f"tokens, {passes}.0 passes over the text)" in plan.sentence(machine)
+
+
 def test_rows_of_a_step_are_divided_until_they_fit(tiny):
     options = (
         "+exp=spire",
@@ -288,7 +299,7 @@ def test_hours_become_steps_after_the_first_ones_and_are_kept_on_a_machine_that_
         trainer.global_step, trainer.max_steps = batch // 2, loop.max_steps
         callback.on_train_batch_end(trainer, None, None, None, 0)
     assert loop.max_steps == 101  # the first one ended at 0 s
-    assert "101 steps of 2.00 s" in caplog.text
+    assert "101 steps of 2.00 s fit into hours=, 13.5 passes over the text" in caplog.text
     assert "too few" not in caplog.text
     assert steps_of(replace(run, resumes=True), None, None) == 101
     now_s = iter(range(39, 1000, 2))  # other work: a batch takes two seconds
