@@ -40,6 +40,7 @@ KIND = Kind(
     method="dflash",
     about="A DFlash drafter: one pass drafts a block of tokens, whose rows read the target's states of the text.",
     auto={"dflash": ()},
+    engine="dflash",
     recognises=is_dflash,
 )
 

@@ -7,6 +7,8 @@ import torch
 import torch.nn.functional as F
 
 from spectrain.decoding import generate
+from spectrain.exports.cards import json_argument
+from spectrain.exports.dflash import write_for_engine
 from spectrain.methods.dflash import DFlash
 from spectrain.models.dflash import DFlashConfig, DFlashDrafter, drafted
 from spectrain.models.drafter_model import plain_shape
@@ -60,7 +62,10 @@ class Recording(DFlash):
 def test_the_engine_drafts_and_accepts_what_our_loop_does(engine, case, tmp_path):
     drafter = trained(**CASES[case])
     folder = export_dflash(tmp_path / "drafter", target(), drafter)
-    engine.load(saved(target(), tmp_path), {"method": "dflash", "model": str(folder), "num_speculative_tokens": GAMMA})
+    said = write_for_engine(folder, str(folder), "tiny", target())
+    speculative = {"method": "dflash", "model": str(folder), "num_speculative_tokens": GAMMA}
+    assert json_argument(**speculative) in said
+    engine.load(saved(target(), tmp_path), speculative)
     engine.ask("record")
     prompts, generations, counts = [*random_prompts([3, 40, 130]), texts()[0][0, :20].tolist()], [], torch.zeros(GAMMA)
     for prompt in prompts:
