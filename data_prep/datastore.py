@@ -120,7 +120,7 @@ def store_facts(folder: Path, manifest: Manifest) -> dict[str, str | None]:
         "corpus": Corpus(**manifest.build["config"]["corpus"]).name,
         "target": f"{manifest.target} ({manifest.target_fingerprint})",
         "documents read": f"{counts['read']:,}",
-        "of the corpus": counts.get("said"),
+        "of the corpus": counts.get("said") or None,
         "duplicates": f"{counts['duplicates']:,}",
         "without text": f"{counts['empty']:,}",
         "held out": f"{counts['held_out']:,} (as in training, so that benchmarks on them stay honest)",

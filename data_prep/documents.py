@@ -124,7 +124,7 @@ class DocumentParts(Parts):
                 counts.read += len(batch)
                 counts.empty += len(new) - len(part)
                 advance(int(list_lengths(part["tokens"]).sum()))
-        counts.said = tally.say()
+        counts.said = tally.say() if tally.kinds or tally.is_remarkable else ""
         for sentence in ([counts.said] if tally.is_remarkable else []) + self.tokeniser.remarks():
             log.info(sentence)
         if len(part_files(self.work)) > n_parts:

@@ -26,6 +26,10 @@ class AllRanksError(UserError):
     """An error that every rank raises alike, so that one of them can print it for all."""
 
 
+class NoneFitsError(UserError):
+    """No folder of a kind fits the target, and none was given."""
+
+
 class LostRankError(UserError):
     """Another rank has ended, and its error is the cause."""
 

@@ -143,7 +143,8 @@ def steps_of(run: RunFolder, experiment: Experiment, parts: Parts) -> int:
 
 def why_low(result: dict, config: Train) -> str | None:
     """Say in a sentence why a measured tau may be low, and which command helps; None: nothing is known to be wrong."""
-    tokens, expected = result["tokens"], result["metrics"].get("eval/tau_expected", 0.0)
+    expected, before = result["metrics"].get("eval/tau_expected", 0.0), result.get("before", [])
+    tokens = result["tokens"] + sum(one.get("tokens", FEW_TOKENS) for one in before)  # others do not say how many
     measured = max(one["value"] for settings in result["tau"].values() for one in settings.values())
     few = tokens < FEW_TOKENS
     of_others = config.data.source == "online" and not any(

@@ -35,7 +35,7 @@ from spectrain.data.turns import clean
 from spectrain.decoding import Drafter, Sampling
 from spectrain.drafting.budget import AUTO
 from spectrain.drafting.lookup import LookupDrafter
-from spectrain.errors import UserError, nearest, shown
+from spectrain.errors import NoneFitsError, UserError, nearest, shown
 from spectrain.methods.auto import Auto, candidates
 from spectrain.methods.options import (
     FOLDERS,
@@ -227,7 +227,8 @@ def _build_auto(asked: Sequence[str], target: TargetModel, artifacts: Mapping[st
         except UserError as error:
             if is_chosen:
                 raise
-            left_out.setdefault(str(error), []).append(name)
+            missing = isinstance(error, NoneFitsError)  # of which kinds, the names say
+            left_out.setdefault("no such drafter of this target was found" if missing else str(error), []).append(name)
             continue
         model = getattr(drafter, "model", drafter)  # of a tree; its chain is of the same folder and options
         if name in known_best and hasattr(model, "share") and models.setdefault(type(model), model) is not model:

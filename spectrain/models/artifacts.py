@@ -16,7 +16,7 @@ from pathlib import Path
 from safetensors import safe_open
 
 from spectrain.config import conf_dir
-from spectrain.errors import UserError, shown
+from spectrain.errors import NoneFitsError, UserError, shown
 from spectrain.models.kinds import about, drafters
 from spectrain.stores import locations
 from spectrain.stores.files import load_json, read_object, write_json
@@ -183,7 +183,7 @@ def default_artifact(root: Path, kind: str, target_fingerprint: str) -> Path:
             fitting[folder] = measured_tau(artifact)
     if not fitting:
         one = about(kind)
-        raise UserError(
+        raise NoneFitsError(
             f"{root}/ holds no {one.noun} for this target; train one with {one.command}, or give {one.option}=<folder>"
         )
     measured = {folder: tau for folder, tau in fitting.items() if tau is not None}

@@ -20,6 +20,7 @@ SHAPE_KEYS = (
     *("rms_norm_eps", "layer_norm_eps", "rope_parameters", "hidden_act"),
 )
 _of_sharded: WeakKeyDictionary[PreTrainedModel, hashlib._Hash] = WeakKeyDictionary()  # models that ranks share
+_vocabularies: WeakKeyDictionary[PreTrainedTokenizerBase, tuple[int, bytes]] = WeakKeyDictionary()  # half a second each
 SMALLEST = 2.0**-14  # below it float16 has fewer bits than bfloat16
 
 
@@ -65,6 +66,12 @@ def _digest(description: object, module: nn.Module) -> hashlib._Hash:
 
 def _vocabulary(tokenizer: PreTrainedTokenizerBase) -> bytes:
     """Tokens by id, and the merge rules of a BPE tokenizer as "left right": file formats write the pair differently."""
+    if (kept := _vocabularies.get(tokenizer)) is None or kept[0] != len(tokenizer):  # tokens may have been added
+        kept = _vocabularies[tokenizer] = len(tokenizer), _written(tokenizer)
+    return kept[1]
+
+
+def _written(tokenizer: PreTrainedTokenizerBase) -> bytes:
     backend = getattr(tokenizer, "backend_tokenizer", None)
     merges = json.loads(backend.to_str())["model"].get("merges", []) if backend is not None else []
     merges = [merge if isinstance(merge, str) else " ".join(merge) for merge in merges]

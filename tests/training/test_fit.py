@@ -167,12 +167,14 @@ def test_a_gradient_that_would_run_on_into_the_next_epoch_is_refused_under_deeps
         (["corpus=[chats.json,responses:answers]"], 2_000_000, 1.7, ()),
         (["corpus=responses:answers"], 900_000, 2.0, ("from 900,000 tokens only (30 steps)", "more text and time")),
         (["data=offline"], 900_000, 2.0, ("from 900,000 tokens only",)),
+        (["data=offline", "init=one"], 900_000, 2.0, ()),
     ],
 )
 def test_a_low_tau_is_explained_with_what_helps(options, tokens, tau, said):
     config = options_of("train", composed("train", "+exp=spire", "target=smollm2", *options))
     found = {"plain": {"64 tokens, greedy": {"value": 1.0}}, "spire": {"64 tokens, greedy": {"value": tau}}}
-    result = {"tokens": tokens, "steps": 30, "metrics": {"eval/tau_expected": 2.0}, "tau": found}
+    before = [{"drafter": "one", "tokens": 200_000}] if "init=one" in options else []
+    result = {"tokens": tokens, "steps": 30, "metrics": {"eval/tau_expected": 2.0}, "tau": found, "before": before}
     why = why_low(result, config)
     assert (why is None) == (said == ())
     assert all(one in why for one in said)
