@@ -46,7 +46,7 @@ from spectrain.methods.autoregressive import Autoregressive
 from spectrain.methods.speculative import build as build_speculative
 from spectrain.models.kinds import about
 from spectrain.planning.defaults import peak_tokens_per_s, plan_for, settled
-from spectrain.planning.expected import tau_sentence
+from spectrain.planning.expected import learned_from, tau_sentence
 from spectrain.planning.plan import Plan, meta_target, steps_s
 from spectrain.stores.files import free_bytes
 from spectrain.target import TargetModel
@@ -143,10 +143,9 @@ def steps_of(run: RunFolder, experiment: Experiment, parts: Parts) -> int:
 
 def why_low(result: dict, config: Train) -> str | None:
     """Say in a sentence why a measured tau may be low, and which command helps; None: nothing is known to be wrong."""
-    expected, before = result["metrics"].get("eval/tau_expected", 0.0), result.get("before", [])
-    tokens = result["tokens"] + sum(one.get("tokens", FEW_TOKENS) for one in before)  # others do not say how many
+    tokens, expected = learned_from(result), result["metrics"].get("eval/tau_expected", 0.0)
     measured = max(one["value"] for settings in result["tau"].values() for one in settings.values())
-    few = tokens < FEW_TOKENS
+    few = 0 < tokens < FEW_TOKENS
     of_others = config.data.source == "online" and not any(
         str(path).startswith(OF_RESPONSES) for path in config.corpus.paths
     )

@@ -164,16 +164,21 @@ def trained_acceptance(folder: Path) -> float | None:
     return (metrics or {}).get("eval/alpha")
 
 
+def export_folders(root: Path) -> list[Path]:
+    """Return the exports below `root`, the newest first, then those that come with spectrain."""
+    own = [file for file in root.glob(f"*/{MANIFEST}") if file.parent.name not in locations.SHIPPED]
+    own = [file.parent for file in sorted(own, key=lambda file: file.stat().st_mtime, reverse=True)]
+    return [*own, *locations.shipped_folders(locations.SHIPPED)]
+
+
 def default_artifact(root: Path, kind: str, target_fingerprint: str) -> Path:
     """Return the folder of this kind that methods take for this target where the user gives none.
 
     Of those below `root` and those that come with spectrain it is the one with the highest acceptance length that its
     training measured; where none was measured, the newest. Raise UserError if there is none.
     """
-    own = [file for file in root.glob(f"*/{MANIFEST}") if file.parent.name not in locations.SHIPPED]
-    own = [file.parent for file in sorted(own, key=lambda file: file.stat().st_mtime, reverse=True)]
     fitting: dict[Path, float | None] = {}
-    for folder in (*own, *locations.shipped_folders(locations.SHIPPED)):
+    for folder in export_folders(root):
         try:
             artifact = read_manifest(folder)
         except UserError as error:

@@ -12,7 +12,7 @@ import numpy as np
 
 from spectrain.config.training import Train
 from spectrain.errors import UserError
-from spectrain.models.artifacts import MANIFEST, read_manifest
+from spectrain.models.artifacts import export_folders, read_manifest
 from spectrain.models.pruned_init import NEW
 from spectrain.planning.plan import Plan
 from spectrain.stores import locations
@@ -37,15 +37,16 @@ def tau_sentence(config: Train, plan: Plan) -> str | None:
     place = int(np.searchsorted(points[:, 0], total))
     where = "at most" if place == 0 else "at least" if place == len(points) else "about"
     tau = np.interp(log(total), np.log(points[:, 0]), points[:, 1])
-    facts = ", ".join(f"{tau:.2f} after {learned:,.0f} tokens" for learned, tau in points[max(0, place - 1) :][:2])
+    beside = points[max(0, place - 1) : place + 1]
+    facts = ", ".join(f"{tau:.2f} after {learned:,.0f} tokens" for learned, tau in beside)
     what = f"{experiment_type(config).exports} drafters for {config.target.path}"
     return f"expected tau {where} {tau:.2f} after {total:,} tokens: {what} have {facts}"
 
 
 def reached(config: Train, drafted: int) -> dict[int, float]:
     """Return the best expected tau of earlier drafters that draft so many tokens, by the tokens they learned from."""
-    own, known = [file.parent for file in locations.CHECKPOINTS.glob(f"*/{MANIFEST}")], {}
-    for folder in (*locations.shipped_folders(locations.SHIPPED), *own):
+    known: dict[int, float] = {}
+    for folder in export_folders(locations.CHECKPOINTS):
         trained = trained_as(folder, experiment_type(config).exports, config.target.path)
         metrics, learned = trained.get("metrics") or {}, learned_from(trained)
         tau, n = metrics.get("eval/tau_expected"), sum(name.startswith("eval/alpha_step_") for name in metrics)

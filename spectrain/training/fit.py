@@ -114,8 +114,6 @@ def fit(
         trainer.fit(module, datamodule=data, ckpt_path=checkpoint, weights_only=True if checkpoint else None)
         if "eval/loss" not in trainer.callback_metrics:  # a run that was killed after its last step
             trainer.validate(module, datamodule=data, verbose=False)
-    if trainer.is_global_zero:
-        run.checkpoints.begun.unlink(missing_ok=True)
     return trainer
 
 

@@ -45,3 +45,5 @@ def test_use_of_the_tokenizer_does_not_change_it():
     tokenizer.pad_token = "w0"
     tokenizer(["w4", "w5 w6"], padding=True, truncation=True, max_length=2)
     assert fingerprint(tiny_model("llama"), tokenizer) == before
+    tokenizer.add_tokens(["another"])
+    assert fingerprint(tiny_model("llama"), tokenizer) != before
