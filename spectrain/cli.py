@@ -117,6 +117,8 @@ def run(module: str) -> None:
                     raise UserError(f"nothing to train; give {known}")
                 check_names(config.paths_of(name), options)
                 with stage("starting"):
+                    if hasattr(options, "target"):
+                        importlib.import_module("spectrain.compiled").begin()
                     main = importlib.import_module(module).main
                 quiet_libraries()
                 settle_target(options)

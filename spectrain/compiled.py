@@ -6,8 +6,11 @@ numba would keep it beside the sources, where each clone and each environment co
 from __future__ import annotations
 
 import hashlib
+import logging
 import os
 import shutil
+import subprocess
+import sys
 import time
 from collections.abc import Callable
 from contextlib import suppress
@@ -26,6 +29,9 @@ SOURCES = (  # what compiled functions are made of; numba itself looks at the fi
     *("drafting/ranking.py", "drafting/model_candidates.py"),
     *(f"retrieval/{name}.py" for name in ("calibration", "continuation_tree", "fusion", "suffix_array")),
 )
+log = logging.getLogger(__name__)
+STEPS = "-c", "from spectrain.kernels.cpu.running import runner; runner()"
+BETWEEN_STEPS = "-m", "spectrain.drafting.precompile"
 KEPT_S = 30 * 24 * 3600  # for which code of other sources is kept after its last use
 
 compiled = partial(njit, nogil=True, cache=True)
@@ -71,6 +77,28 @@ def folder(sources: Path = HERE) -> Path:
 @cache
 def _can_keep() -> bool:
     return is_writable(folder().parent)
+
+
+@cache
+def begin() -> tuple[subprocess.Popen, ...]:
+    """Let other processes compile what decoding on a CPU needs, the first time, while this one still loads."""
+    if folder().exists() or not _can_keep():
+        return ()
+    apart = partial(subprocess.Popen, **dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.DEVNULL))
+    return tuple(apart([sys.executable, *code], start_new_session=True) for code in (STEPS, BETWEEN_STEPS))
+
+
+def end() -> None:
+    """Wait for what `begin` has begun. If it failed, all is compiled where it is first called."""
+    begun = begin() if begin.cache_info().currsize else ()
+    if any(process.poll() is None for process in begun):
+        say()
+    for process in begun:
+        process.wait()
+
+
+def say() -> None:
+    log.info("compiling for this processor, which takes half a minute, once; kept in %s", folder())
 
 
 class Locator(UserProvidedCacheLocator):

@@ -44,6 +44,7 @@ from spectrain.config.training import Train
 from spectrain.data import row_cache
 from spectrain.data.texts import train_tokenizer
 from spectrain.decoding import Sampling, generate
+from spectrain.drafting import precompile
 from spectrain.drafting import step_costs as seconds_table
 from spectrain.errors import UserError
 from spectrain.kernels import works
@@ -51,9 +52,7 @@ from spectrain.kernels.cpu import products, tiles
 from spectrain.kernels.cpu.processor import SWITCH, cpu_features
 from spectrain.methods.speculative import Speculative
 from spectrain.planning.plan import Machine, Plan
-from spectrain.retrieval.calibration import calibrate
-from spectrain.retrieval.datastore import Datastore, Manifest, write_manifest, write_shard
-from spectrain.retrieval.fusion import RetrievalOptions, Retriever
+from spectrain.retrieval.datastore import Manifest, write_manifest, write_shard
 from spectrain.stores import locations
 from spectrain.stores.signals import SIGNALS
 from spectrain.target import TargetModel, tokenizer_fingerprint
@@ -147,12 +146,7 @@ def compile_operations() -> None:
 
 def compile_lookups() -> None:
     """Compile what searches a datastore of one shard."""
-    with tempfile.TemporaryDirectory() as folder:
-        shard = write_shard(Path(folder), 0, [np.arange(8)], VOCAB_SIZE)
-        write_manifest(Path(folder), Manifest("", "", "", VOCAB_SIZE, 1, 8, [shard]))
-        retriever = Retriever(Datastore(folder), RetrievalOptions(1, 2, 2))
-        retriever.draft([1, 2], 3, 2)
-        calibrate([([1, 2, 1], [2, 1, 2])], retriever, 2, 2)
+    precompile.lookups()
 
 
 def compile_trees() -> None:

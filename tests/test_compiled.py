@@ -6,15 +6,24 @@ import ast
 import os
 import shutil
 import time
+from functools import partial
 
+import numba
 import numpy as np
 
 from spectrain import compiled
+from spectrain.decoding import generate
+from spectrain.drafting import precompile, ranking, tree_drafter
 from spectrain.drafting.model_candidates import next_read
 from spectrain.drafting.ranking import TOKENS, cut
+from spectrain.kernels.cpu import candidates
 from spectrain.kernels.cpu.attention import move
 from spectrain.kernels.cpu.operations import compiled as compiled_run
+from spectrain.methods import sssd
+from spectrain.retrieval import continuation_tree, fusion
 from spectrain.retrieval.continuation_tree import gather
+from tests.conftest import tiny_model
+from tests.methods.every import Artifacts, build
 
 
 def test_all_that_compiled_functions_are_made_of_is_in_the_name():
@@ -51,6 +60,56 @@ def test_a_clone_finds_what_another_one_has_compiled_until_a_source_differs(tmp_
         file.write("# changed")
     compiled.folder.cache_clear()
     assert compiled.folder(tmp_path).name != own.name
+
+
+def test_what_is_compiled_ahead_is_what_a_method_calls(tmp_path, monkeypatch):
+    def noted(into: dict, key: str, function, *arguments):
+        into.setdefault(key, set()).add(tuple(map(numba.typeof, arguments)))
+        return function(*arguments)
+
+    def watch(into: dict) -> None:
+        of_lookups = (continuation_tree, "_extend"), (fusion, "gather", "fuse"), (sssd, "fuse")
+        of_trees = (ranking, "chances", "best_width", "cut", "learn"), (candidates, "_top_tokens")
+        for module, *names in (*of_lookups, *of_trees, (tree_drafter, "next_read"), (precompile, "next_read")):
+            for name in names:
+                patch.setattr(module, name, partial(noted, into, name, getattr(module, name)))
+
+    artifacts = Artifacts(tmp_path, tiny_model(), tiny_model, lambda: [range(4, 20)], k=3)
+    method, ahead, called = build("spire_sssd", artifacts), {}, {}
+    with monkeypatch.context() as patch:
+        watch(ahead)
+        precompile.lookups()
+        precompile.trees()
+    with monkeypatch.context() as patch:
+        watch(called)
+        generate(artifacts.target, method, [[4, 5, 6]], 6)
+    assert called == ahead
+
+
+def test_a_first_start_compiles_in_other_processes_and_waits_for_them(tmp_path, monkeypatch, caplog):
+    for name, file in (("STEPS", "steps"), ("BETWEEN_STEPS", "between")):
+        code = f"import os, time; time.sleep(0.2); open({str(tmp_path / file)!r}, 'w').write(str(os.getsid(0)))"
+        monkeypatch.setattr(compiled, name, ("-c", code))
+    for there in (True, False):
+        monkeypatch.setattr(compiled, "folder", lambda there=there: tmp_path / ("" if there else "code"))
+        compiled.begin.cache_clear()
+        compiled.end()  # nothing has begun
+        compiled.begin()
+        with caplog.at_level("INFO"):
+            compiled.end()
+        assert ("once; kept in" in caplog.text) == (tmp_path / "steps").exists() == (not there)
+    found = {int((tmp_path / file).read_text()) for file in ("steps", "between")}
+    assert len(found - {os.getsid(0)}) == 2  # Ctrl-C is not theirs
+    compiled.begin.cache_clear()
+
+
+def test_commands_with_a_target_begin_to_compile(run, typed, monkeypatch):
+    begun = []
+    monkeypatch.setattr(compiled, "begin", lambda: begun.append(True))
+    assert typed("doctor")[0] == 0
+    assert not begun
+    assert run("generate", "prompt=a", "method=pld", "max_new_tokens=2")[0] == 0
+    assert begun
 
 
 def test_functions_of_others_are_kept_where_they_would_be():

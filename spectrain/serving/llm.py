@@ -21,6 +21,7 @@ from typing import TypedDict, TypeVar, Unpack, overload
 import numpy as np
 import torch
 
+from spectrain import compiled
 from spectrain.data.turns import clean, read_messages
 from spectrain.decoding import Drafter, Emitted, Request, Sampling
 from spectrain.decoding.sampling import DRAWS
@@ -183,6 +184,7 @@ class LLM:
         if memory is not None:
             check_number("memory", memory, "(0, inf)")
         dtype, device = name_of("dtype", dtype), name_of("device", device)
+        compiled.begin()
         with speaking(quiet, progress):
             if not isinstance(target, TargetModel):
                 path = target_path(default_target() if target is None else name_of("target", target))

@@ -10,7 +10,6 @@ Everything is computed in float32. Addresses and sizes are those that `program.p
 
 from __future__ import annotations
 
-import logging
 import math
 from collections.abc import Callable, Sequence
 from functools import cache
@@ -19,7 +18,7 @@ from pathlib import Path
 from numba import cfunc, types
 from numba.core.ccallback import CFunc
 
-from spectrain.compiled import folder
+from spectrain.compiled import end, folder, say
 from spectrain.kernels.cpu.accept import all_ended, bend, count, judge, judge_states
 from spectrain.kernels.cpu.attention import attend, combine, rotate
 from spectrain.kernels.cpu.intrinsics import (
@@ -48,7 +47,6 @@ TAKEN, DONE, PUBLISHED, STATE_BYTES = 0, 8, 16, 64  # of an operation that runs
 LINE_BYTES = 64  # that processors move at a time
 MOST_PIECES = 64  # of a product, whose finished pieces are bits of a number
 PATIENCE = 2000  # rounds of waiting for a thread, some twenty microseconds; then it has lost its core
-log = logging.getLogger(__name__)
 
 
 @fast
@@ -305,6 +303,7 @@ def compiled() -> CFunc:
                     _wait(table + 8 * FIELDS * j, states + STATE_BYTES * j, mine)
                 first_unknown = i + 1
 
+    end()
     if not any(folder().glob(f"{Path(__file__).stem}.*")):
-        log.info("compiling for this processor, which takes half a minute, once; kept in %s", folder())
+        say()
     return cfunc(types.void(types.int64), cache=True, error_model="numpy")(run)
