@@ -179,7 +179,7 @@ def test_an_interrupted_run_goes_on_exactly_by_the_same_command(run, small, monk
         assert run("train", *arguments, "run_dir=cut", "out=cut_out")[0] == 9
         assert Path("cut/checkpoints/begun.pt").is_file()
         is_fitted = True
-        patch.setattr(DrafterTraining, "fit", None)
+        patch.setattr(DrafterTraining, "begin", None)
         code, _, err = run("train", *arguments, "run_dir=cut", "out=cut_out")
     assert code == 130
     assert "interrupted at step 4" in err

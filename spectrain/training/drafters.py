@@ -21,6 +21,7 @@ from spectrain.models.artifacts import MANIFEST, WEIGHTS, read_manifest
 from spectrain.models.drafter_model import DrafterModel
 from spectrain.models.kinds import module_of
 from spectrain.models.pruned_init import FIT_TOKENS, NEW, InputFit
+from spectrain.models.rollout import root_of_epoch
 from spectrain.stores.folder import digest, sha256
 from spectrain.target import TargetModel
 from spectrain.target.fingerprint import module_fingerprint
@@ -58,14 +59,32 @@ class DrafterTraining(Training):
 
     The target's features of a row are computed inside the step, or were stored beforehand (`data_prep.activations`);
     then the target's transformer layers are not run.
+
+    Args:
+        drafter, target, loss, optimizer: what is trained, and how.
+        seed: of the order in which epochs choose their first root.
+        roots_every: tokens from the root of one draft to the next, of which each epoch chooses another one as the first
+            root. 1: all epochs have the same.
+        decay: weight in the loss of a drafted token, divided by that of the one before it in its draft; of kinds that
+            draft a token at several depths.
+        fits_input: whether what the drafter reads is fitted before the first step.
     """
 
     def __init__(
-        self, drafter: DrafterModel, target: TargetModel, loss: LossSettings, optimizer: OptimizerSettings
+        self,
+        drafter: DrafterModel,
+        target: TargetModel,
+        loss: LossSettings,
+        optimizer: OptimizerSettings,
+        seed: int = 0,
+        roots_every: int = 1,
+        decay: float = 1.0,
+        fits_input: bool = False,
     ) -> None:
         target = target.with_capture(drafter.config.captured_layers)
         super().__init__(optimizer, ValidationSums(drafter.config.k), target)
-        self.drafter, self.loss_settings = drafter, loss
+        self.drafter, self.loss_settings, self.fits_input = drafter, loss, fits_input
+        self.seed, self.roots_every, self.decay = seed, roots_every, decay
 
     @abstractmethod
     def states(self, batch: RowBatch, captured: Tensor | None, first_root: int) -> Tensor:
@@ -73,25 +92,28 @@ class DrafterTraining(Training):
 
         A kind that drafts a token at several depths returns what its own `drafted` reads.
 
-        `captured` [B, L, C, D] are the target's states on the batch; None where the drafter reads none. For
-        `first_root` see the method of this name.
+        `captured` [B, L, C, D] are the target's states on the batch; None where the drafter reads none. `first_root` is
+        the token of each row at which drafts begin, see `root_of_epoch`.
         """
 
     def drafted(self, states: Tensor, places: Tensor, batch: RowBatch, first_root: int) -> Drafted:
         """Return those of the `states` that are after the tokens `places` [N] int64, counted through all rows."""
         return Drafted(states.flatten(0, 1)[places])
 
-    def first_root(self) -> int:
-        """Return where drafts begin in the rows of this epoch."""
-        return 0
+    def input_fit(self) -> InputFit:
+        """Return what fits the input of the drafter; of kinds with `fits_input`."""
+        raise NotImplementedError
 
     @torch.no_grad()
-    def fit(self, fit: InputFit, rows: Rows) -> None:
+    def begin(self, rows: Rows) -> None:
         """Fit the input of a new drafter to the target's on some of the training rows: on every rank the same.
 
         Raises:
             UserError: states were stored, or are served, but not all that are read.
         """
+        if not self.fits_input:
+            return
+        fit = self.input_fit()
         reading, n_tokens, places = self.target.with_capture(fit.layers), 0, slice(None)
         if isinstance(rows, FeatureRows | ServedRows):
             is_served = isinstance(rows, ServedRows)
@@ -167,7 +189,8 @@ class DrafterTraining(Training):
         return self.drafter.config.shape.hidden_size
 
     def training_step(self, batch: RowBatch, batch_idx: int) -> Tensor:
-        parts = self.parts(batch, self.first_root(), is_exact=False)
+        first_root = root_of_epoch(self.roots_every, self.seed, self.current_epoch)
+        parts = self.parts(batch, first_root, is_exact=False)
         return self.summed(
             loss=(parts.loss * parts.weight, parts.weight),
             cross_entropy=(parts.cross_entropy * parts.weight, parts.weight),
@@ -236,7 +259,7 @@ class DrafterExperiment(Experiment):
         return self.training(self.empty(kept), is_new=True)
 
     def of_training(self, drafter: DrafterModel) -> tuple:
-        """Return the first arguments of the trainings of our drafters."""
+        """Return the first arguments of a `DrafterTraining`."""
         own = self.own
         return drafter, self.target, LossSettings(own.loss, own.omega), own.optimizer, self.config.seed
 

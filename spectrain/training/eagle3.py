@@ -27,20 +27,10 @@ NEW_SHARE = 0.1  # by which the outputs of random weights are scaled
 
 
 class Eagle3Training(FusingTraining):
-    """Trains an EAGLE-3 drafter: a token is learned at each depth at which a draft reaches it.
+    """Trains an EAGLE-3 drafter: a token is learned at each depth at which a draft reaches it."""
 
-    Args:
-        options: of `FusingTraining`.
-        fits_input: whether what the drafter reads is fitted first, see `FusionFit`.
-    """
-
-    def __init__(self, *options: object, fits_input: bool = False) -> None:
-        super().__init__(*options)
-        self.fits_input = fits_input
-
-    def begin(self, rows: Rows) -> None:
-        if self.fits_input:
-            self.fit(FusionFit(self.drafter, self.target.n_layer - 1), rows)
+    def input_fit(self) -> InputFit:
+        return FusionFit(self.drafter, self.target.n_layer - 1)
 
     def states(self, batch: RowBatch, captured: Tensor, first_root: int) -> Tensor:
         """Return the inputs of the unembedding [B, R, k, D] of each draft."""
@@ -59,8 +49,7 @@ class Eagle3Experiment(FusingExperiment):
         own = self.own
         if own.roots_every > own.ttt_steps:
             raise UserError(f"roots_every={own.roots_every} is more than ttt_steps={own.ttt_steps}; lower it")
-        options = *self.of_training(drafter), own.roots_every, own.decay
-        return Eagle3Training(*options, fits_input=own.init == "pruned")
+        return Eagle3Training(*self.of_training(drafter), own.roots_every, own.decay, own.init == "pruned")
 
     def new(self, rows: Rows) -> FusingDrafter:
         drafter = super().new(rows)

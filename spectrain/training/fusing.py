@@ -15,9 +15,7 @@ from spectrain.models.drafter_model import FusingDrafter, plain_shape
 from spectrain.models.kinds import module_of
 from spectrain.models.pruned_init import NEW, copy_ends, draw_weights
 from spectrain.models.published import read
-from spectrain.models.rollout import root_of_epoch
 from spectrain.models.root_attention import drafted_places
-from spectrain.target import TargetModel
 from spectrain.target.lean import shape_of
 from spectrain.target.llama import LlamaShape
 from spectrain.target.loading import fetched
@@ -31,30 +29,10 @@ from spectrain.training.drafters import (
     cut_as_asked,
     drafted_tokens,
 )
-from spectrain.training.losses import LossSettings
-from spectrain.training.optim import OptimizerSettings
 
 
 class FusingTraining(DrafterTraining):
-    """Trains a drafter on drafts from many roots of a row: each token at each depth at which one reaches it.
-
-    Args:
-        roots_every: tokens from the root of one draft to the next. Above 1, each epoch has other roots.
-        decay: weight in the loss of a drafted token, divided by that of the one before it in its draft.
-    """
-
-    def __init__(
-        self,
-        drafter: FusingDrafter,
-        target: TargetModel,
-        loss: LossSettings,
-        optimizer: OptimizerSettings,
-        seed: int = 0,
-        roots_every: int = 1,
-        decay: float = 0.8,
-    ) -> None:
-        super().__init__(drafter, target, loss, optimizer)
-        self.seed, self.roots_every, self.decay = seed, roots_every, decay
+    """Trains a drafter on drafts from many roots of a row: each token at each depth at which one reaches it."""
 
     def drafted(self, states: Tensor, places: Tensor, batch: RowBatch, first_root: int) -> Drafted:
         (n_rows, n_roots, k), every, n_tokens = states.shape[:3], self.roots_every, batch.tokens.shape[1]
@@ -69,9 +47,6 @@ class FusingTraining(DrafterTraining):
         reached = found & reaches.expand(n_rows, -1, -1).flatten()[entries]
         hidden = states.flatten(0, 2).index_select(0, entries.flatten()).unflatten(0, entries.shape)
         return Drafted(hidden, steps, reached, reached * self.decay**steps)
-
-    def first_root(self) -> int:
-        return root_of_epoch(self.roots_every, self.seed, self.current_epoch)
 
     def compile_blocks(self, backend: str = "inductor") -> None:
         super().compile_blocks(backend)

@@ -11,9 +11,8 @@ from spectrain.config.training import Train
 from spectrain.errors import UserError
 from spectrain.methods.spire import Spire
 from spectrain.models.pruned_init import InputFit, last_layers, new_drafter
-from spectrain.models.rollout import rollout, root_of_epoch
+from spectrain.models.rollout import rollout
 from spectrain.models.spire import SpireConfig, SpireDrafter, load
-from spectrain.target import TargetModel
 from spectrain.target.lean import shape_of
 from spectrain.target.target import FINAL
 from spectrain.training.base import Parts, compile_methods
@@ -25,8 +24,6 @@ from spectrain.training.drafters import (
     cut_as_asked,
     drafted_tokens,
 )
-from spectrain.training.losses import LossSettings
-from spectrain.training.optim import OptimizerSettings
 
 OF_SHAPE = ("k", "window_tokens", "sink_tokens", "own_key", "feedback", "target_activations", "input", "unembedding")
 ADAPTED = {"own_key": False, "sink_tokens": 0}  # which a trained drafter may be adapted to: see conf/engine/
@@ -35,30 +32,11 @@ ADAPTED = {"own_key": False, "sink_tokens": 0}  # which a trained drafter may be
 class SpireTraining(DrafterTraining):
     """Trains a SPIRe drafter, after its input was fitted to the target's where it is a new one."""
 
-    def __init__(
-        self,
-        drafter: SpireDrafter,
-        target: TargetModel,
-        loss: LossSettings,
-        optimizer: OptimizerSettings,
-        seed: int = 0,
-        fits_input: bool = True,
-        shifted_blocks: bool = True,
-    ) -> None:
-        super().__init__(drafter, target, loss, optimizer)
-        self.seed, self.shifted_blocks = seed, shifted_blocks
-        self.fits_input = fits_input and drafter.config.input != "tied"  # one that was trained before has its input
-
-    def begin(self, rows: Rows) -> None:
-        if self.fits_input:
-            layers = last_layers(self.target.model, self.drafter.config.n_layer)
-            self.fit(InputFit(self.drafter, layers[0]), rows)
+    def input_fit(self) -> InputFit:
+        return InputFit(self.drafter, last_layers(self.target.model, self.drafter.config.n_layer)[0])
 
     def states(self, batch: RowBatch, captured: Tensor | None, first_root: int) -> Tensor:
         return rollout(self.drafter, batch.tokens, captured, None, first_root, batch.starts)
-
-    def first_root(self) -> int:
-        return root_of_epoch(self.drafter.config.k, self.seed, self.current_epoch if self.shifted_blocks else 0)
 
     def compile_blocks(self, backend: str = "inductor") -> None:
         super().compile_blocks(backend)
@@ -85,8 +63,9 @@ class SpireExperiment(DrafterExperiment):
         return self.shape().block_layers
 
     def training(self, drafter: SpireDrafter, is_new: bool) -> SpireTraining:
-        """The training of a drafter, `is_new` where its input is fitted first."""
-        return SpireTraining(*self.of_training(drafter), fits_input=is_new, shifted_blocks=self.own.shifted_blocks)
+        fits_input = is_new and drafter.config.input != "tied"  # one that was trained before has its input
+        roots_every = drafter.config.k if self.own.shifted_blocks else 1
+        return SpireTraining(*self.of_training(drafter), roots_every, fits_input=fits_input)
 
     def new(self, rows: Rows) -> SpireDrafter:
         """A new drafter, to be trained on these rows."""

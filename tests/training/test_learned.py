@@ -188,6 +188,6 @@ def test_a_token_changes_its_depth_from_epoch_to_epoch_and_not_in_validations(ta
     assert len(set(in_training)) == 3
     assert {root for training, root in seen if not training} == {0}
     seen.clear()
-    module.shifted_blocks = False
+    module.roots_every = 1
     quiet_trainer(max_steps=6, logger=False).fit(module, datamodule=RowData(rows, rows, batch_size=2, seed=3))
     assert {root for _, root in seen} == {0}

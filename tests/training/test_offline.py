@@ -58,7 +58,9 @@ def spire_training(target: TargetModel, optimizer: str = "adamw", **options) -> 
     torch.manual_seed(0)
     config = SpireConfig(shape_of(target.model), LAYERS, k=3, window_tokens=6, **options)
     drafter = new_drafter(target, config, "pruned")
-    return SpireTraining(drafter, target, LossSettings(), OptimizerSettings(name=optimizer, lr=1e-2, warmup_steps=2))
+    settings = OptimizerSettings(name=optimizer, lr=1e-2, warmup_steps=2)
+    fits_input = config.input != "tied"
+    return SpireTraining(drafter, target, LossSettings(), settings, roots_every=config.k, fits_input=fits_input)
 
 
 def training_of(target: TargetModel, kind: str = "spire", **options) -> DrafterTraining:
