@@ -16,7 +16,7 @@ Letters: as in docs/design.md, but B, the tokens of a block with its root, here;
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -25,11 +25,11 @@ from torch import Tensor, nn
 
 from spectrain.errors import UserError
 from spectrain.models import published
-from spectrain.models.drafter_model import FusingDrafter, TargetTables
+from spectrain.models.drafter_model import FusingConfig, FusingDrafter
 from spectrain.models.kinds import Kind
 from spectrain.models.published import Published, Read, blocks_json, is_dflash, opened, types_of
 from spectrain.models.root_attention import attend
-from spectrain.target.llama import KeysValues, LlamaBlock, LlamaShape, Rope, grouped
+from spectrain.target.llama import KeysValues, LlamaBlock, grouped
 from spectrain.target.target import TargetModel
 
 BLOCK = "layers.{}."
@@ -46,22 +46,19 @@ KIND = Kind(
 
 
 @dataclass(frozen=True)
-class DFlashConfig:
+class DFlashConfig(FusingConfig):
     """What a DFlash drafter is."""
 
-    shape: LlamaShape  # of its blocks; width and vocabulary are the target's
-    target_layers: tuple[int, ...]  # blocks of the target whose inputs it reads, ascending
     n_layer: int = 5
     block_tokens: int = 16  # B, with the root
     mask_token: int = 0  # stands for each token that is to be drafted
     draft_vocab: int | None = None  # tokens that it can draft; None: all
     unembedding: str = "target"  # target: the target's rows of these tokens; trained: its own
 
-    # What `drafting` asks of every drafter.
-    sink_tokens, own_key, previous_state, feedback, own_embedding = 0, True, False, False, False
+    own_embedding = False  # the target's is read
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "shape", replace(self.shape, tie_embeddings=False))  # its tables are never one
+        super().__post_init__()
         if self.block_tokens < 2:
             raise UserError(f"block_tokens={self.block_tokens} must be 2 or more: the root, and a token to draft")
         if not 0 <= self.mask_token < self.shape.vocab_size:
@@ -77,13 +74,6 @@ class DFlashConfig:
     @property
     def window_tokens(self) -> int:
         return self.shape.max_positions
-
-    @property
-    def captured_layers(self) -> tuple[int, ...]:
-        return self.target_layers
-
-    def sees_itself(self, others: Tensor) -> Tensor:
-        return torch.ones_like(others[..., 0])
 
 
 class DFlashBlock(LlamaBlock):
@@ -105,17 +95,11 @@ class DFlashDrafter(FusingDrafter):
 
     def __init__(self, config: DFlashConfig, target: TargetModel | None = None) -> None:
         super().__init__()
-        shape = config.shape
-        d = shape.hidden_size
-        self.config, self.tables = config, TargetTables(target) if target else None
+        shape, d = config.shape, config.shape.hidden_size
         self.fc = nn.Linear(len(config.target_layers) * d, d, bias=False)
         self.hidden_norm = nn.RMSNorm(d, shape.rms_norm_eps)
         self.blocks = nn.ModuleList(DFlashBlock(shape) for _ in range(config.n_layer))
-        self.norm = nn.RMSNorm(d, shape.rms_norm_eps)
-        if config.unembedding == "trained":
-            self.lm_head = nn.Linear(d, config.draft_vocab or shape.vocab_size, bias=False)
-        self.register_buffer("kept", torch.arange(config.draft_vocab) if config.draft_vocab else None)
-        self.rope = Rope(shape)
+        self.add_output(config, target)
 
     def read_target(self, captured: Tensor, following: Tensor | None) -> tuple[list[Tensor], Tensor]:
         features = self.fused(captured)

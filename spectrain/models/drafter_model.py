@@ -7,7 +7,7 @@ import dataclasses
 from abc import abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Self
+from typing import Any, Self
 
 import torch
 import torch.nn.functional as F
@@ -97,6 +97,16 @@ class DrafterModel(nn.Module):
         """
         return [captured[..., i, :] for i in range(len(self.blocks))], captured[..., -1, :]
 
+    def add_output(self, config: Any, target: TargetModel | None) -> None:
+        """Keep config and tables, and add what follows the blocks: norm, `lm_head` if it has its own, `kept`, rope."""
+        shape, draft_vocab = config.shape, config.draft_vocab
+        self.config, self.tables = config, TargetTables(target) if target else None
+        self.norm = nn.RMSNorm(shape.hidden_size, shape.rms_norm_eps)
+        if config.unembedding == "trained":
+            self.lm_head = nn.Linear(shape.hidden_size, draft_vocab or shape.vocab_size, bias=False)
+        self.register_buffer("kept", torch.arange(draft_vocab) if draft_vocab else None)
+        self.rope = Rope(shape)
+
     def unembedded(self, states: Tensor) -> Tensor:
         """Return what the unembedding takes of final states [.., D]."""
         return states
@@ -173,10 +183,35 @@ class DrafterModel(nn.Module):
         return other
 
 
+@dataclass(frozen=True)
+class FusingConfig:
+    """What configs of drafters have that read states of several of the target's layers together."""
+
+    shape: LlamaShape  # of its blocks; width and vocabulary are the target's
+    target_layers: tuple[int, ...]  # blocks of the target whose inputs it reads, ascending
+
+    # What `drafting` asks of every drafter.
+    sink_tokens, own_key, previous_state, feedback = 0, True, False, False
+
+    def __post_init__(self) -> None:
+        shape = dataclasses.replace(self.shape, tie_embeddings=False)  # its tables are never one
+        object.__setattr__(self, "shape", shape)
+
+    @property
+    def block_layers(self) -> tuple[int, ...]:
+        """Blocks of the target whose inputs the drafter reads."""
+        return self.target_layers
+
+    captured_layers = block_layers
+
+    def sees_itself(self, others: Tensor) -> Tensor:
+        return torch.ones_like(others[..., 0])
+
+
 class FusingDrafter(DrafterModel):
     """A drafter that reads the target's embedding as it is, and states of several of its layers together."""
 
-    config_type: type  # of its config
+    config_type: type[FusingConfig]
 
     @classmethod
     def of_fields(cls, fields: Mapping[str, object], target: TargetModel) -> Self:

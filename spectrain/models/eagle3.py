@@ -35,12 +35,12 @@ from torch import Tensor, nn
 
 from spectrain.errors import UserError
 from spectrain.models import published
-from spectrain.models.drafter_model import FusingDrafter, TargetTables
+from spectrain.models.drafter_model import FusingConfig, FusingDrafter
 from spectrain.models.kinds import Kind
 from spectrain.models.published import ROPE, SIZES, Published, Read, blocks_json, is_dflash, opened, types_of
 from spectrain.models.root_attention import attend
 from spectrain.target.forward import DecoderProgram
-from spectrain.target.llama import KeysValues, LlamaBlock, LlamaShape, Rope, grouped
+from spectrain.target.llama import KeysValues, LlamaBlock, grouped
 from spectrain.target.target import TargetModel
 
 ARCHITECTURE = "LlamaForCausalLMEagle3"
@@ -86,11 +86,9 @@ KIND = Kind(
 
 
 @dataclass(frozen=True)
-class Eagle3Config:
+class Eagle3Config(FusingConfig):
     """Shape and options of an EAGLE-3 drafter. The flags have the names that published checkpoints give them."""
 
-    shape: LlamaShape  # of its block; width and vocabulary are the target's
-    target_layers: tuple[int, ...]  # blocks of the target whose inputs it reads, ascending
     k: int = 4  # draft tokens that it is trained for, and the default draft length
     window_tokens: int | None = None  # a query at t sees positions t - window + 1 .. t; None: all
     draft_vocab: int | None = None  # tokens that it can draft; None: all
@@ -101,13 +99,12 @@ class Eagle3Config:
     fc_norm: bool = False  # one norm for each of them (EAGLE-3.1)
     norm_output: bool = False  # whether the next token reads norm(h) in place of h
 
-    # What `drafting` asks of every drafter.
-    n_layer, sink_tokens, own_key, previous_state, feedback = 1, 0, True, True, False
+    n_layer, previous_state = 1, True
 
     def __post_init__(self) -> None:
         if self.norm_before_fc and self.fc_norm:
             raise UserError("norm_before_fc and fc_norm exclude each other; give one of them")
-        object.__setattr__(self, "shape", replace(self.shape, tie_embeddings=False))  # its tables are never one
+        super().__post_init__()
         if self.window_tokens is None:
             object.__setattr__(self, "window_tokens", self.shape.max_positions)
         if self.k > self.window_tokens:
@@ -119,13 +116,6 @@ class Eagle3Config:
     @property
     def is_windowed(self) -> bool:
         return self.window_tokens < self.shape.max_positions
-
-    @property
-    def captured_layers(self) -> tuple[int, ...]:
-        return self.target_layers
-
-    def sees_itself(self, others: Tensor) -> Tensor:
-        return torch.ones_like(others[..., 0])
 
 
 class Eagle3Block(LlamaBlock):
@@ -175,9 +165,7 @@ class Eagle3Drafter(FusingDrafter):
 
     def __init__(self, config: Eagle3Config, target: TargetModel | None = None) -> None:
         super().__init__()
-        shape, n_states = config.shape, len(config.target_layers)
-        d = shape.hidden_size
-        self.config, self.tables = config, TargetTables(target) if target else None
+        shape, d, n_states = config.shape, config.shape.hidden_size, len(config.target_layers)
         if config.own_embedding:
             self.embed_tokens = nn.Embedding(shape.vocab_size, d)
         if config.norm_before_fc:
@@ -186,11 +174,7 @@ class Eagle3Drafter(FusingDrafter):
             self.state_norms = nn.ModuleList(nn.RMSNorm(d, shape.rms_norm_eps) for _ in range(n_states))
         self.fc = nn.Linear(n_states * d, d, bias=False)
         self.blocks = nn.ModuleList([Eagle3Block(config)])
-        self.norm = nn.RMSNorm(d, shape.rms_norm_eps)
-        if config.unembedding == "trained":
-            self.lm_head = nn.Linear(d, config.draft_vocab or shape.vocab_size, bias=False)
-        self.register_buffer("kept", torch.arange(config.draft_vocab) if config.draft_vocab else None)
-        self.rope = Rope(shape)
+        self.add_output(config, target)
 
     @property
     def normed_states(self) -> bool:

@@ -25,11 +25,11 @@ from torch import Tensor, nn
 
 from spectrain.errors import UserError
 from spectrain.models.artifacts import WEIGHTS, check_artifact, damage_of
-from spectrain.models.drafter_model import DrafterModel, TargetTables
+from spectrain.models.drafter_model import DrafterModel
 from spectrain.models.kinds import Kind
 from spectrain.stores.files import read_object, write_json
 from spectrain.target.fingerprint import fingerprint
-from spectrain.target.llama import KeysValues, LlamaBlock, LlamaShape, Rope, grouped
+from spectrain.target.llama import KeysValues, LlamaBlock, LlamaShape, grouped
 from spectrain.target.loading import check_finite
 from spectrain.target.target import FINAL, TargetModel
 
@@ -129,7 +129,6 @@ class SpireDrafter(DrafterModel):
     def __init__(self, config: SpireConfig, target: TargetModel | None = None) -> None:
         super().__init__()
         shape = config.shape
-        self.config, self.tables = config, TargetTables(target) if target else None
         if config.input == "projected":
             self.input = nn.Linear(shape.hidden_size, shape.hidden_size, bias=False)  # W
         else:
@@ -137,17 +136,13 @@ class SpireDrafter(DrafterModel):
         if config.previous_state:
             self.previous = nn.Linear(shape.hidden_size, shape.hidden_size, bias=False)  # W2
         self.blocks = nn.ModuleList(LlamaBlock(shape, layer) for layer in config.target_layers)
-        self.norm = nn.RMSNorm(shape.hidden_size, shape.rms_norm_eps)
-        if config.unembedding == "trained":
-            self.lm_head = nn.Linear(shape.hidden_size, config.draft_vocab or shape.vocab_size, bias=False)
-        self.register_buffer("kept", torch.arange(config.draft_vocab) if config.draft_vocab else None)
+        self.add_output(config, target)
         if config.has_one_table:
             self.lm_head.weight = self.embed_tokens.weight
         if config.feedback:  # w [n_layer, n_layer + 1]; w[i, i] weighs block i's own input
             start = self.FEEDBACK_START * torch.eye(config.n_layer, config.n_layer + 1)
             start = torch.zeros(1, config.n_layer + 1) if config.feedback == "shared" else start  # [1, ..]: an even mix
             self.feedback_weight = nn.Parameter(start, requires_grad=config.k > 1)  # with k = 1 no memory is ever read
-        self.rope = Rope(shape)
 
     def embed(self, tokens: Tensor) -> Tensor:
         """Return what a token adds to the input x^0 of the first block, [.., D] for tokens [..] int64.

@@ -216,9 +216,9 @@ class DrafterExperiment(Experiment):
     def needs_blocks(config: Train) -> bool:
         return bool(config.vanilla) or config.data.source == "online"
 
-    @abstractmethod
     def block_layers(self) -> tuple[int, ...]:
         """Return the blocks of the target whose inputs the drafter reads."""
+        return self.shape().block_layers
 
     def empty(self, kept: Tensor | None) -> DrafterModel:
         """Return a drafter without values that can draft the tokens `kept` [K]; None: all."""

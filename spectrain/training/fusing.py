@@ -60,9 +60,6 @@ class FusingExperiment(DrafterExperiment):
     # Options of the run that are fields of the drafter's config, and cannot be changed when it is trained further.
     of_config: tuple[str, ...]
 
-    def block_layers(self) -> tuple[int, ...]:
-        return self.shape().target_layers
-
     def blank(self) -> DrafterTraining:
         return super().blank() if self.own.init in NEW else self.training(self.trained_before(), is_new=False)
 

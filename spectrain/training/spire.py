@@ -59,9 +59,6 @@ class SpireExperiment(DrafterExperiment):
             raise UserError(f"memories={memories} is an ablation that needs the target itself; give data=online")
         return super().prepare()
 
-    def block_layers(self) -> tuple[int, ...]:
-        return self.shape().block_layers
-
     def training(self, drafter: SpireDrafter, is_new: bool) -> SpireTraining:
         fits_input = is_new and drafter.config.input != "tied"  # one that was trained before has its input
         roots_every = drafter.config.k if self.own.shifted_blocks else 1
