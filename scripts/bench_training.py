@@ -246,7 +246,7 @@ def planned_and_measured(overrides: Sequence[str]) -> tuple[float, ...]:
     def step(n_rows: int, row_tokens: int) -> None:
         tokens = torch.randint(0, module.target.vocab_size, (n_rows, row_tokens))
         with half:
-            loss = module.objective(RowBatch(tokens, torch.ones_like(tokens, dtype=torch.bool), [0], tokens.numel()))
+            loss = module.objective(RowBatch(tokens, [0]))
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()

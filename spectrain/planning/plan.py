@@ -199,7 +199,7 @@ class Outline:
         data = self.config.data
         with torch.device("meta"):
             tokens = torch.zeros(rows, data.row_tokens, dtype=torch.int64)
-            batch = RowBatch(tokens, torch.ones_like(tokens, dtype=torch.bool), [0] * rows, tokens.numel())
+            batch = RowBatch(tokens, [0] * rows)
             if getattr(data, "document_mask", False):
                 batch.starts = torch.zeros_like(tokens)
             if data.source != "online":

@@ -30,25 +30,27 @@ POOL_BATCHES = 16  # batches among which rows are sorted by length
 
 @dataclass
 class RowBatch:
-    """Rows of tokens, padded on the right. Not frozen, because Lightning moves its tensors."""
+    """Rows of equally many tokens. Not frozen, because Lightning moves its tensors."""
 
     tokens: Tensor  # [B, L] int64
-    is_token: Tensor  # [B, L] bool; False at padding
     numbers: list[int]  # of the rows among all rows of the data; -1: not counted
-    n_tokens: int  # without padding
     captured: Tensor | None = None  # [B, L, C, D] bfloat16, stored inputs of the target's blocks
     final_hidden: Tensor | None = None  # [B, L, D] bfloat16, stored; None: the target itself is asked
     is_response: Tensor | None = None  # [B, L] bool, the tokens that are learned; None: all are
     starts: Tensor | None = None  # [B, L] int64, where the document of each token begins; None: each row is a document
+
+    @property
+    def n_tokens(self) -> int:
+        return self.tokens.numel()
 
     def learned(self) -> Tensor:
         """[B, L] bool: the positions with a loss. With `is_response` or `starts` the next token must be known.
 
         It is one of a response then, and of the same document.
         """
-        kept = self.is_token
+        kept = torch.ones_like(self.tokens, dtype=torch.bool)
         if self.is_response is not None:
-            kept = kept & F.pad((self.is_response & self.is_token)[:, 1:], (0, 1))
+            kept = F.pad(self.is_response[:, 1:], (0, 1))
         if self.starts is not None:
             kept = kept & F.pad(self.starts[:, 1:] == self.starts[:, :-1], (0, 1))
         return kept
@@ -77,8 +79,7 @@ class TokenRows(PackedRows):
     """Packed rows, of which batches are made."""
 
     def __getitem__(self, places: list[int]) -> RowBatch:
-        tokens = self.tokens[places].long()
-        batch = RowBatch(tokens, torch.ones_like(tokens, dtype=torch.bool), places, tokens.numel())
+        batch = RowBatch(self.tokens[places].long(), places)
         if self.is_response is not None:
             batch.is_response = self.is_response[places]
         if self.starts is not None:
@@ -141,12 +142,9 @@ class FeatureRows:
     def __getitem__(self, places: list[int]) -> RowBatch:
         numbers = [int(self.numbers[place]) for place in places]
         rows = [self.store.read(number, self.row_tokens, self.layers) for number in numbers]
-        tokens = padded([row.tokens for row in rows], torch.int64, self.pinned)
         batch = RowBatch(
-            tokens,
-            torch.ones_like(tokens, dtype=torch.bool),
+            padded([row.tokens for row in rows], torch.int64, self.pinned),
             [number if place >= 0 else -1 for place, number in zip(places, numbers, strict=True)],
-            tokens.numel(),
             padded([row.captured for row in rows], torch.bfloat16, self.pinned) if self.layers else None,
             padded([row.final_hidden for row in rows], torch.bfloat16, self.pinned),
         )

@@ -167,8 +167,7 @@ class DrafterTraining(Training):
         masks = self.loss_settings.kind == "soft" and kept_tokens is not None and not is_exact
         seen = (of_target, kept_tokens, masks) if is_exact or masks else (rows, None)
         teacher = Teacher(final_hidden.flatten(0, 1)[places], *seen)
-        has_next = F.pad(batch.is_token[:, 1:], (0, 1))
-        next_tokens = F.pad(batch.tokens[:, 1:], (0, 1)).masked_fill(~has_next, -100).flatten()
+        next_tokens = F.pad(batch.tokens[:, 1:], (0, 1), value=-100).flatten()
         if kept_tokens is not None:  # labels count within the drafter's vocabulary; those outside are none
             places_of = torch.full((len(of_target),), -100, device=self.device)
             places_of[kept_tokens] = torch.arange(len(kept_tokens), device=self.device)

@@ -44,7 +44,7 @@ def losses_and_gradients(module: Training, n_tokens: int) -> list[torch.Tensor]:
     tokens = torch.randint(4, VOCAB_SIZE, (2, n_tokens), generator=torch.Generator().manual_seed(1))
     module.zero_grad()
     batch = TokenRows(tokens.int())[[0, 1]]
-    batch.tokens, batch.is_token = batch.tokens.to(module.device), batch.is_token.to(module.device)
+    batch.tokens = batch.tokens.to(module.device)
     loss = module.objective(batch)
     loss.backward()
     return [loss, *(one.grad for one in module.parameters() if one.requires_grad)]

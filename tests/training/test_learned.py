@@ -125,7 +125,7 @@ def test_a_step_on_a_device_waits_for_it_once(options, kind, monkeypatch):
         module.to(device.device)
         module.loss_settings = LossSettings(kind)
         batch = rows[[0, 1]]
-        batch.tokens, batch.is_token = batch.tokens.to(device.device), batch.is_token.to(device.device)
+        batch.tokens = batch.tokens.to(device.device)
         batch.is_response, batch.starts = batch.is_response.to(device.device), batch.starts.to(device.device)
         device.reads.clear()
         module.parts(batch, 1, is_exact=False)

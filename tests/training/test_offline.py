@@ -73,7 +73,7 @@ def all_rows(store: FeatureStore, layers: tuple[int, ...] = LAYERS) -> FeatureRo
 
 def online(batch: RowBatch) -> RowBatch:
     """The same rows without what was stored."""
-    return RowBatch(batch.tokens, batch.is_token, batch.numbers, batch.n_tokens)
+    return RowBatch(batch.tokens, batch.numbers)
 
 
 @pytest.mark.parametrize("precision", ["32-true", "bf16-mixed"])
