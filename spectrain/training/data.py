@@ -95,13 +95,10 @@ class TokenRows(PackedRows):
         size = max(1, COUNTED_TOKENS // self.tokens.shape[1])
         return (slice(start, start + size) for start in range(0, len(self), size))
 
-    def token_counts(self, vocab_size: int) -> Tensor:
-        """Count each token, [V] int64; of rows with responses only those of responses."""
-        counts = torch.zeros(vocab_size, dtype=torch.int64)
+    def learned_texts(self) -> Iterator[Tensor]:
+        """Yield all tokens, some rows at a time; of rows with responses only those of responses."""
         for rows in self._parts():
-            tokens = self.tokens[rows] if self.is_response is None else self.tokens[rows][self.is_response[rows]]
-            counts += torch.bincount(tokens.flatten(), minlength=vocab_size)
-        return counts
+            yield self.tokens[rows] if self.is_response is None else self.tokens[rows][self.is_response[rows]]
 
 
 @dataclass(frozen=True)
@@ -129,15 +126,12 @@ class FeatureRows:
         masks = (self.store.is_response(int(number), self.row_tokens) for number in self.numbers)
         return np.array([mask is None or bool(mask[1:].any()) for mask in masks])
 
-    def token_counts(self, vocab_size: int) -> Tensor:
-        """Count each token, [V] int64; of rows with responses only those of responses."""
-        counts = torch.zeros(vocab_size, dtype=torch.int64)
+    def learned_texts(self) -> Iterator[Tensor]:
+        """Yield the tokens of each row; of rows with responses only those of responses."""
         for number in map(int, self.numbers):
-            tokens, mask = self.store.tokens(number)[: self.row_tokens], None
-            if self.loss_on == "response":
-                mask = self.store.is_response(number, self.row_tokens)
-            counts += torch.bincount(torch.as_tensor(tokens if mask is None else tokens[mask]), minlength=vocab_size)
-        return counts
+            tokens = self.store.tokens(number)[: self.row_tokens]
+            mask = self.store.is_response(number, self.row_tokens) if self.loss_on == "response" else None
+            yield tokens if mask is None else tokens[mask]
 
     def __getitem__(self, places: list[int]) -> RowBatch:
         numbers = [int(self.numbers[place]) for place in places]

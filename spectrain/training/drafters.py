@@ -323,7 +323,9 @@ def drafted_tokens(draft_vocab: int | str | None, rows: Rows, target: TargetMode
         return None
     if draft_vocab != "auto":
         check_vocab(draft_vocab, target)
-    counts = rows.token_counts(target.vocab_size)
+    counts = torch.zeros(target.vocab_size, dtype=torch.int64)
+    for tokens in rows.learned_texts():
+        counts += torch.bincount(tokens.flatten(), minlength=target.vocab_size)
     n_text, special = int(counts.sum()), set(target.eos_ids)
     if target.tokenizer is not None:
         special |= {*target.tokenizer.all_special_ids, *target.tokenizer.get_added_vocab().values()}
