@@ -6,11 +6,10 @@ What it drafts with is `spectrain.drafting.model_drafter`: its keys are those of
 from __future__ import annotations
 
 import torch
-import torch.nn.functional as F
 
 from spectrain.decoding import Context
 from spectrain.drafting.folder_drafter import FolderDrafter
-from spectrain.models.rollout import SpireStates, chunk_tokens, windowed_states
+from spectrain.models.rollout import SpireStates, windowed_context
 from spectrain.models.spire import load
 from spectrain.target.llama import KeysValues
 
@@ -30,10 +29,7 @@ class Spire(FolderDrafter):
         config = self.drafter.config
         for row in range(context.n_rows):
             length = context.n_tokens[row] - 1
-            chunk = chunk_tokens(config, length)
-            tokens = context.tokens[row, :length].to(context.device)
-            padded = F.pad(tokens, (0, -length % chunk))[None]
-            _, every = windowed_states(self.drafter, self.drafter.embed(padded), chunk)
+            every = windowed_context(self.drafter, context.tokens[row, None, :length].to(context.device))
             n_sinks = min(config.sink_tokens, length)
             near = range(max(n_sinks, length - self.keys.ring_tokens), length)  # a slot is written once
             kept = torch.tensor([*range(n_sinks), *near], device=context.device)

@@ -94,24 +94,20 @@ def root_of_epoch(k: int, seed: int, epoch: int) -> int:
     return int((order[epoch % k] - order[0]) % k)
 
 
-def chunk_tokens(config: SpireConfig, n_tokens: int) -> int:
-    """Tokens per chunk: the smallest multiple of k that holds the window or the whole row."""
-    wanted = min(config.window_tokens, n_tokens)
-    return config.k * max(1, -(-wanted // config.k))
+def windowed_context(drafter: SpireDrafter, tokens: Tensor) -> list[KeysValues]:
+    """Return for each block the K/V [B, H_kv, L, D_head] of tokens [B, n] int64, padded to L, as `_windowed` has them.
 
-
-def windowed_states(drafter: SpireDrafter, x: Tensor, chunk: int) -> tuple[Tensor, list[KeysValues]]:
-    """Run the drafter as an ordinary sparse Transformer over its own activations (`target_activations=false`).
-
-    L, of the embeddings x [B, L, D], is a multiple of `chunk`, which holds the window or the whole row. Returns the
-    final hidden states [B, L, D], and for each block the K/V of all tokens, [B, H_kv, L, D_head].
+    Of a drafter with `target_activations=false`.
     """
-    starts = torch.zeros(1, x.shape[1], dtype=torch.int64, device=x.device)
-    return _windowed(drafter, x, _Layout(drafter.config, chunk, 0, starts))
+    layout = _Layout.of(drafter.config, tokens.shape[1], 0, torch.zeros_like(tokens[:1]))
+    return _windowed(drafter, drafter.embed(layout.padded(tokens)), layout)[1]
 
 
 def _windowed(drafter: SpireDrafter, x: Tensor, layout: _Layout) -> tuple[Tensor, list[KeysValues]]:
-    """See `windowed_states`."""
+    """Run the drafter as an ordinary sparse Transformer over its own activations, given its inputs x [B, L, D].
+
+    Returns the final hidden states [B, L, D], and for each block the K/V of all tokens, [B, H_kv, L, D_head].
+    """
     n_rows, n_tokens = x.shape[:2]
     rope, in_chunks = drafter.rope(layout.positions), (layout.n_chunks, layout.chunk, -1)
     ropes = tuple(part.view(len(part), *in_chunks).expand(n_rows, -1, -1, -1).flatten(0, 1) for part in rope)
@@ -136,8 +132,11 @@ class _Layout:
 
     @classmethod
     def of(cls, config: SpireConfig, n_tokens: int, first_root: int, starts: Tensor) -> _Layout:
-        """Pad rows of n_tokens to whole chunks, and before the first root to a whole block."""
-        chunk = chunk_tokens(config, n_tokens)
+        """Pad rows of n_tokens to whole chunks, and before the first root to a whole block.
+
+        A chunk is the smallest multiple of k that holds the window or the whole row.
+        """
+        chunk = config.k * max(1, -(-min(config.window_tokens, n_tokens) // config.k))
         lead = -first_root % config.k if config.target_activations else 0
         missing = -(lead + n_tokens) % chunk  # these queries are computed and cut; no real query sees keys there
         return cls(config, chunk, lead, F.pad(starts, (lead, missing)))
