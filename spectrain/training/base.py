@@ -22,7 +22,6 @@ from torch.optim import Optimizer
 from spectrain.config.training import Train
 from spectrain.decoding import Drafter
 from spectrain.errors import UserError
-from spectrain.models.draft_states import DraftStates
 from spectrain.target import TargetModel
 from spectrain.training.data import RowBatch, RowData, Rows
 from spectrain.training.losses import chunk_loss
@@ -39,32 +38,23 @@ IN_PROGRESS_BAR = ("eval/alpha", "eval/tau_expected", "eval/kl_binary", "eval/ca
 
 
 class Training(LightningModule):
-    """The base of all trainings: an optimizer, the sums of a validation, and models that are only read.
+    """The base of all trainings: an optimizer, the sums of a validation, and a target that is only read.
 
-    Frozen models are no submodules: they stay out of the optimizer and of checkpoints.
+    A frozen target is no submodule: it stays out of the optimizer and of checkpoints.
     """
 
     fits_input = False  # whether `begin` fits the drafter's input
     compiles = False  # whether blocks and loss are compiled before the first step
     chunk_loss: Callable | None = None  # `losses.chunk_loss`, once it is compiled
 
-    def __init__(
-        self,
-        optimizer: OptimizerSettings,
-        sums: Sums,
-        target: TargetModel | None,
-        frozen: Sequence[DraftStates] = (),
-    ) -> None:
+    def __init__(self, optimizer: OptimizerSettings, sums: Sums, target: TargetModel | None) -> None:
         super().__init__()
         self.optimizer_settings, self.sums, self.target = optimizer, sums, target
-        self._frozen = frozen
         self._step_sums: dict[str, Tensor] = {}  # of the optimizer step, by metric: a sum and its weight, float64
 
     def setup(self, stage: str) -> None:
         if self.target is not None:
             self.target.to(self.device)
-        for states in self._frozen:
-            states.to(self.device)
         if self.compiles:
             self.compile_blocks()
             self.compiles = False

@@ -44,8 +44,12 @@ class HeadTraining(Training):
     def __init__(
         self, facts: HeadFacts, states: DraftStates, target: TargetModel, optimizer: OptimizerSettings, seed: int = 0
     ) -> None:
-        super().__init__(optimizer, Reliability(), target.with_capture(states.capture_layers), [states])
+        super().__init__(optimizer, Reliability(), target.with_capture(states.capture_layers))
         self.head, self.states, self.facts, self.seed = AcceptanceHead(facts.head), states, facts, seed
+
+    def setup(self, stage: str) -> None:
+        super().setup(stage)
+        self.states.to(self.device)
 
     def loss(self, log_odds: Tensor, labels: Tensor) -> Tensor:  # [M], [M] -> scalar
         return weighted_bce(log_odds, labels, self.facts.w_rej, self.facts.w_acc)
