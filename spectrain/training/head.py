@@ -129,7 +129,7 @@ class HeadExperiment(Experiment):
 
     def store(self, folder: str | None = None) -> ResponseStore | AcceptanceStore:
         """The rows that the head is trained on; of the given folder, else those that the config asks for."""
-        return self.data.head_store(self.config, self.target, self.opened.facts, self.opened.states, folder)
+        return self.data.head_store(self.config, self.target, self.opened, folder)
 
     def facts(self, store: ResponseStore | AcceptanceStore) -> HeadFacts:
         """What an export of the head says."""

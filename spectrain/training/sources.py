@@ -22,10 +22,9 @@ from spectrain.data.packing import Packed
 from spectrain.data.row_cache import corpus_rows
 from spectrain.decoding import Sampling
 from spectrain.errors import TooLittleText, UserError
-from spectrain.models.draft_states import DraftStates
-from spectrain.models.head import DrafterFacts
+from spectrain.methods.specdecpp import OpenDrafter
 from spectrain.models.packages import target_path
-from spectrain.stores.features import FeatureStore, newest_features, open_features
+from spectrain.stores.features import newest_features, open_features
 from spectrain.stores.locations import CHECKPOINTS
 from spectrain.stores.rows import (
     AcceptanceStore,
@@ -92,9 +91,7 @@ class Online(config_training.Online):
             found["tau.context_tokens"] = contexts_of(row_tokens)
         return rows, {name: value for name, value in found.items() if value != attrgetter(name)(config)}
 
-    def head_store(
-        self, config: Train, target: TargetModel, drafter: DrafterFacts, states: DraftStates, folder: str | None
-    ) -> ResponseStore:
+    def head_store(self, config: Train, target: TargetModel, opened: OpenDrafter, folder: str | None) -> ResponseStore:
         target_fingerprint = fingerprint(target.model, target.tokenizer)
         folder = folder or config.own.responses or newest_responses(CHECKPOINTS, target_fingerprint)
         store = open_responses(Path(folder))
@@ -108,7 +105,10 @@ class Offline(config_training.Offline):
     def drafter_rows(self, run: RunFolder, target: TargetModel, layers: tuple[int, ...]) -> RowData:
         """The rows of a store of activations."""
         config = run.config
-        store, trainer = self._open_features(target, layers, config.target.path), config.trainer
+        target_fingerprint, trainer = fingerprint(target.model, target.tokenizer), config.trainer
+        path = self.path or newest_features(CHECKPOINTS, target_fingerprint, layers)
+        store = open_features(path, self.verify and rank_zero_only.rank == 0)
+        store.check_fits(target_fingerprint, config.target.path, layers)
         warn_of_rounding(str(store.folder), "trainer.precision", store.manifest.precision, precision_of(trainer))
         longest = max(config.tau.context_tokens)
         is_pinned = uses_gpu(trainer.accelerator)
@@ -122,20 +122,12 @@ class Offline(config_training.Offline):
         log.info("%d training rows and %d held-out rows of %s", len(found.train), store.held_out.sum(), store.folder)
         return found
 
-    def _open_features(self, target: TargetModel, layers: tuple[int, ...], name: str) -> FeatureStore:
-        """The store of activations that fits the target, which messages call `name`."""
-        target_fingerprint = fingerprint(target.model, target.tokenizer)
-        path = self.path or newest_features(CHECKPOINTS, target_fingerprint, layers)
-        store = open_features(path, self.verify and rank_zero_only.rank == 0)
-        store.check_fits(target_fingerprint, name, layers)
-        return store
-
     def head_store(
-        self, config: Train, target: TargetModel, drafter: DrafterFacts, states: DraftStates, folder: str | None
+        self, config: Train, target: TargetModel, opened: OpenDrafter, folder: str | None
     ) -> AcceptanceStore:
-        prints = fingerprint(target.model, target.tokenizer), drafter.fingerprint
+        prints = fingerprint(target.model, target.tokenizer), opened.facts.fingerprint
         store = open_acceptance(Path(folder or self.path or newest_acceptance(CHECKPOINTS, *prints)))
-        store.check_fits(*prints, states.block_tokens)
+        store.check_fits(*prints, opened.states.block_tokens)
         made, wanted = Sampling.from_options(store.manifest.sampling), head_sampling(config, store)
         if not wanted.same_distribution(made):
             raise UserError(
