@@ -130,6 +130,7 @@ class DrafterModel(nn.Module):
 
     def kept_logits(self, hidden: Tensor) -> Tensor:
         """The same of the tokens `kept` alone, [.., K]."""
+        hidden = self.unembedded(hidden)
         if hasattr(self, "lm_head"):
             return self.lm_head(hidden)
         return F.linear(hidden, self.unembedding.to(hidden.dtype))

@@ -222,11 +222,7 @@ class Eagle3Drafter(FusingDrafter):
         return self.norm(h) if self.config.norm_output else h
 
     def unembedded(self, states: Tensor) -> Tensor:
-        """Return what the unembedding takes of final states."""
         return states if self.config.norm_output else self.norm(states)
-
-    def kept_logits(self, hidden: Tensor) -> Tensor:
-        return super().kept_logits(self.unembedded(hidden))
 
 
 def unrolled(
