@@ -214,11 +214,6 @@ class FusingDrafter(DrafterModel):
 
     config_type: type[FusingConfig]
 
-    @classmethod
-    def of_fields(cls, fields: Mapping[str, object], target: TargetModel) -> Self:
-        """Return a drafter for a target, given the fields of its config. Raise UserError where these do not fit."""
-        return cls(cls.config_type(**fields), target)
-
     def embed(self, tokens: Tensor) -> Tensor:
         table = self.embed_tokens.weight if hasattr(self, "embed_tokens") else self.tables.embedding
         return F.embedding(tokens, table).to(self.norm.weight.dtype)

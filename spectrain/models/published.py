@@ -17,7 +17,7 @@ from transformers import AutoConfig
 
 from spectrain.errors import UserError, shown
 from spectrain.models.artifacts import MANIFEST, WEIGHTS, check_artifact, damage_of
-from spectrain.models.drafter_model import DrafterModel
+from spectrain.models.drafter_model import DrafterModel, FusingDrafter
 from spectrain.stores.files import load_json, write_json, write_whole
 from spectrain.target.fingerprint import fingerprint
 from spectrain.target.lean import LLAMA_LIKE, MATRICES, NORMS, ROPE_TYPES, block_state
@@ -49,7 +49,7 @@ OPTIONAL = {  # fields of `LlamaShape`, by a tensor of a block that is there whe
     "qk_norm": "self_attn.q_norm.weight",
 }
 
-Opened = TypeVar("Opened", bound=DrafterModel)
+Opened = TypeVar("Opened", bound=FusingDrafter)
 Read = tuple[dict, dict[str, Tensor]]  # fields of a config, and a state
 
 
@@ -191,7 +191,7 @@ def opened(
         check_artifact(folder, kind, fingerprint(target.model, target.tokenizer), option)
     options, state = read(reader, folder, given, target)
     try:
-        drafter = made.of_fields(options, target)
+        drafter = made(made.config_type(**options), target)
     except UserError as error:
         raise UserError(f"{given} cannot be used: {error}") from None
     own = drafter.state_dict()

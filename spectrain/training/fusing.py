@@ -91,7 +91,7 @@ class FusingExperiment(DrafterExperiment):
         if self.target.device.type == "meta":
             with torch.device("cpu"):
                 fields, _ = read(kind.read, fetched(self.own.init, "init"), f"init={self.own.init}", self.target)
-            return self.drafter_type.of_fields(fields, self.target)
+            return self.drafter_type(self.drafter_type.config_type(**fields), self.target)
         return kind.load(Path(self.own.init), self.target, "init")
 
     def layers_or(self, default: tuple[int, ...]) -> tuple[int, ...]:
