@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import islice
 
 import numpy as np
@@ -233,39 +233,27 @@ def held_out_batches(n_rows: int, batch_size: int, rank: int = 0, world_size: in
     return [list(range(n_rows)[start : start + batch_size][rank::world_size]) or [-1] for start in starts]
 
 
+@dataclass(eq=False)
 class SeededLoader:
     """Batches of training, in a new order in every epoch, which threads read ahead.
 
     The order is a function of (seed, epoch) alone, and batches are counted as they are handed out. Lightning saves and
     restores this count with the checkpoint, so a resumed run sees exactly the batches that were left. What a batch
     holds does not depend on the number of ranks, each of which gets a share of it: a run can go on with another number.
-    Nor do the rows of an optimizer step depend on the number of batches that it is divided into.
-
-    Args:
-        read: makes a batch of the rows at these places.
-        n_rows: rows of the data.
-        batch_size: rows of a batch, of all ranks together; an incomplete last batch is dropped.
-        accumulated: batches of an optimizer step; an incomplete last step is dropped, unless an epoch has no other.
-        seed: decides the order, together with the epoch's number.
-        share: this rank, and how many there are; a divisor of the batch size.
-        lengths: of each row. Where they are given, shuffled rows are sorted by length in pools of POOL_BATCHES steps,
-            and the steps are shuffled again, so that little is padded.
+    Nor do the rows of an optimizer step depend on the number of batches that it is divided into. With `lengths`,
+    shuffled rows are sorted by length in pools of POOL_BATCHES steps, and the steps are shuffled again, so that little
+    is padded.
     """
 
-    def __init__(
-        self,
-        read: Callable[[list[int]], RowBatch | TextBatch],
-        n_rows: int,
-        batch_size: int,
-        seed: int,
-        share: tuple[int, int] = (0, 1),
-        lengths: Sequence[int] | None = None,
-        accumulated: int = 1,
-    ) -> None:
-        self.read, self.n_rows, self.batch_size, self.seed = read, n_rows, batch_size, seed
-        self.share, self.lengths, self.accumulated = share, lengths, accumulated
-        self.epoch = 0
-        self.given = 0  # batches of this epoch that were handed out
+    read: Callable[[list[int]], RowBatch | TextBatch]  # makes a batch of the rows at these places
+    n_rows: int  # of the data
+    batch_size: int  # rows of a batch, of all ranks together; an incomplete last batch is dropped
+    seed: int  # decides the order, together with the epoch's number
+    share: tuple[int, int] = (0, 1)  # this rank, and how many there are; a divisor of the batch size
+    lengths: Sequence[int] | None = None  # of each row
+    accumulated: int = 1  # batches of an optimizer step; an incomplete last step is dropped, unless there is no other
+    epoch: int = field(default=0, init=False)
+    given: int = field(default=0, init=False)  # batches of this epoch that were handed out
 
     def __len__(self) -> int:
         n_batches = self.n_rows // self.batch_size
@@ -308,34 +296,21 @@ class SeededLoader:
         self.epoch, self.given = state["epoch"], state["given"]
 
 
+@dataclass(eq=False)
 class RowData(LightningDataModule):
-    """Rows for training and validation.
+    """Rows for training, and for validation, which sees all held-out rows in their order."""
 
-    Args:
-        train, held_out: the rows; validation sees all held-out rows in their order.
-        batch_size: rows of a batch, of all ranks together.
-        seed: of the order of the training rows.
-        by_length: whether a training batch holds rows of about the same length; see `SeededLoader`.
-        contexts: [n, L] token rows that tau is measured on; no training sees them.
-        digest: of all rows, if a resumed run must find them again.
-        changed: options by dotted name that the text is too little for, and what they are now.
-    """
+    train: Rows
+    held_out: Rows
+    batch_size: int  # rows of a batch, of all ranks together
+    seed: int  # of the order of the training rows
+    by_length: bool = False  # whether a training batch holds rows of about the same length; see `SeededLoader`
+    contexts: Sequence = ()  # [n, L] token rows that tau is measured on; no training sees them
+    digest: str = ""  # of all rows, if a resumed run must find them again
+    changed: Mapping[str, object] = field(default_factory=dict)  # options that the text is too little for, as they are
 
-    def __init__(
-        self,
-        train: Rows,
-        held_out: Rows,
-        batch_size: int,
-        seed: int,
-        by_length: bool = False,
-        contexts: Sequence = (),
-        digest: str = "",
-        changed: Mapping[str, object] | None = None,
-    ) -> None:
+    def __post_init__(self) -> None:
         super().__init__()
-        self.digest, self.changed = digest, changed or {}
-        self.train, self.held_out, self.contexts = train, held_out, contexts
-        self.batch_size, self.seed, self.by_length = batch_size, seed, by_length
 
     @property
     def share(self) -> tuple[int, int]:

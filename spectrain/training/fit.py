@@ -123,11 +123,7 @@ def final_metrics(trainer: Trainer) -> dict[str, float]:
 
 
 def callbacks(
-    config: Train,
-    run: RunFolder,
-    peak_tokens_per_s: float | None = None,
-    ends_s: float | None = None,
-    n_rows: int = 0,
+    config: Train, run: RunFolder, peak_tokens_per_s: float | None, ends_s: float | None, n_rows: int
 ) -> list[Callback]:
     """In the order in which they act: what a checkpoint speaks of is done before it is written."""
     most = PASSES_OF_HOURS * n_rows // (config.data.batch_size * config.trainer.accumulate_grad_batches)
