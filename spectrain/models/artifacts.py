@@ -41,9 +41,7 @@ class Artifact:
     tokenizer_fingerprint: str | None = None
     method: str | None = None  # of conf/method/, which decodes with it; None: nothing does
     options: dict = field(default_factory=dict)  # of the method
-    folders: dict[str, str] = field(
-        default_factory=dict
-    )  # options of the method that name a folder in this one, or "."
+    folders: dict[str, str] = field(default_factory=dict)  # its options that name a folder in this one, or "."
     version: int = VERSION
 
 

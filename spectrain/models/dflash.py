@@ -84,12 +84,7 @@ class DFlashBlock(LlamaBlock):
 
 
 class DFlashDrafter(FusingDrafter):
-    """Fusion of the target's states and its norm, blocks, norm. It reads blocks of tokens, never one after the other.
-
-    Args:
-        config: its options.
-        target: whose embedding, and unembedding where it has none of its own, it reads; None: it is not run.
-    """
+    """Fusion of the target's states, norm, blocks, norm. It reads blocks of tokens, never one after the other."""
 
     config_type, in_programs = DFlashConfig, False
 

@@ -54,7 +54,8 @@ class TargetTables:
 class DrafterModel(nn.Module):
     """A stack of the target's kind of blocks between an input and an unembedding.
 
-    A kind fills `blocks`, `norm`, `rope`, and where they are its own `embed_tokens` and `lm_head`. Its `config` has at
+    It is made of its config and the target, whose embedding and unembedding it reads where it has none of its own. A
+    kind fills `blocks`, `norm`, `rope`, and where they are its own `embed_tokens` and `lm_head`. Its `config` has at
     least `shape`, `draft_vocab`, `previous_state`, `feedback`, and what a token sees (`drafting.window_keys.Window`).
     """
 

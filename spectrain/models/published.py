@@ -174,12 +174,7 @@ class Published:
 
 
 def opened(
-    kind: str,
-    folder: Path,
-    target: TargetModel,
-    option: str,
-    reader: Callable[[Published], Read],
-    made: type[Opened],
+    kind: str, folder: Path, target: TargetModel, option: str, reader: Callable[[Published], Read], made: type[Opened]
 ) -> Opened:
     """Open a drafter of a kind in float32, which shares the target's tables.
 
@@ -206,15 +201,9 @@ def opened(
 def write(folder: Path, drafter: DrafterModel, dtype: torch.dtype, block: str, blocks: Mapping, own: Mapping) -> None:
     """Fill an existing folder with config.json, the weights, and our order of the tokens that it can draft.
 
-    The target's tables are left out, but for the rows of its unembedding that `draft_vocab` keeps.
-
-    Args:
-        folder: to be filled.
-        drafter: of this kind.
-        dtype: of the weights.
-        block: the prefix of the tensors of a block, {} its number.
-        blocks: the beginning of config.json, see `blocks_json`.
-        own: what config.json says of this kind alone.
+    The target's tables are left out, but for the rows of its unembedding that `draft_vocab` keeps. `block` is the
+    prefix of the tensors of a block, with {} for its number, `blocks` the beginning of config.json, see `blocks_json`,
+    and `own` what config.json says of this kind alone.
     """
     state, shape, tables = drafter.state_dict(), drafter.config.shape, drafter.tables
     kept = state.pop("kept", None)

@@ -52,9 +52,8 @@ class SpireConfig:
     k: int = 4  # draft tokens of a training rollout, and the default draft length
     window_tokens: int = 64  # a query at t sees positions t - window + 1 .. t
     sink_tokens: int = 1  # first positions of the text, always seen
-    feedback: bool | str = (
-        True  # memories of drafted tokens mix all layers, "shared": alike; False: a block's own input
-    )
+    # Memories of drafted tokens mix all layers, "shared": alike; False: a block's own input.
+    feedback: bool | str = True
     target_activations: bool = True  # memories of context tokens are the target's; False: the drafter reads the context
     # Input of the first block. projected: W e(token), with the target's embedding e. trained: a table of its own. tied:
     # a table of its own, which is also the unembedding if the target has one table for both.
@@ -118,10 +117,6 @@ class SpireDrafter(DrafterModel):
     """Input, `n_layer` blocks, final norm, unembedding, and the feedback weights.
 
     The rollout that trains it is in `spectrain.models.rollout`.
-
-    Args:
-        config: its options.
-        target: whose embedding and unembedding it reads where it has none of its own; None: it has both, or is not run.
     """
 
     FEEDBACK_START = 4.0  # softmax([4, 0, 0]) gives the block's own input 96 % of its memory at the start
@@ -156,19 +151,11 @@ class SpireDrafter(DrafterModel):
         return x.to(self.norm.weight.dtype)
 
     def joined(self, x: Tensor, previous: Tensor | None) -> Tensor:
-        """Return the inputs x^0 [.., D] of the first block.
-
-        Args:
-            x: [.., D] of `embed`.
-            previous: [.., D] final states one token earlier; not read unless the config has `previous_state`.
-        """
+        """Return the inputs x^0; `previous` is not read unless the config has `previous_state`."""
         return x + self.previous(previous.to(x.dtype)).to(x.dtype) if self.config.previous_state else x
 
     def memories(self, states: list[Tensor]) -> list[Tensor]:
-        """Return the memories m^0 .. m^(n_layer - 1) that the blocks attend to, each [R, n, D].
-
-        The states are x^0 (embedding output) .. x^n_layer of the same tokens, likewise.
-        """
+        """Return m^0 .. m^(n_layer - 1), given x^0 (embedding output) .. x^n_layer; all are [R, n, D]."""
         if not self.config.feedback:
             return states[: self.config.n_layer]
         mixed = []

@@ -17,13 +17,7 @@ from spectrain.target.lean import shape_of
 from spectrain.target.target import FINAL
 from spectrain.training.base import Parts, compile_methods
 from spectrain.training.data import RowBatch, Rows
-from spectrain.training.drafters import (
-    DrafterExperiment,
-    DrafterTraining,
-    check_alike,
-    cut_as_asked,
-    drafted_tokens,
-)
+from spectrain.training.drafters import DrafterExperiment, DrafterTraining, check_alike, cut_as_asked, drafted_tokens
 
 OF_SHAPE = ("k", "window_tokens", "sink_tokens", "own_key", "feedback", "target_activations", "input", "unembedding")
 ADAPTED = {"own_key": False, "sink_tokens": 0}  # which a trained drafter may be adapted to: see conf/engine/
