@@ -9,6 +9,7 @@ import statistics
 import time
 from collections.abc import Callable
 from contextlib import ExitStack
+from dataclasses import dataclass, field
 from datetime import timedelta
 from itertools import pairwise
 from pathlib import Path
@@ -29,19 +30,16 @@ UNKNOWN_STEPS = 10**9  # of a run whose first steps will say how many it has
 EXPECTED_TAU = "eval/tau_expected"
 
 
+@dataclass(eq=False)
 class TokensPerSecond(Callback):
-    """Logs `train/tokens_per_s` of all ranks over about the last 20 batches, and of it `train/mfu`.
-
-    Args:
-        peak_tokens_per_s: at which all ranks would reach the peak of their arithmetic; None: there is no `train/mfu`.
-    """
+    """Logs `train/tokens_per_s` of all ranks over about the last 20 batches, and of it `train/mfu`."""
 
     kept = 0.95  # of the sums, with each batch
 
-    def __init__(self, peak_tokens_per_s: float | None = None) -> None:
-        self.peak_tokens_per_s = peak_tokens_per_s
-        self._last_s: float | None = None
-        self._tokens = self._seconds = 0.0  # not a mean of rates: of accumulated batches one has the optimizer's time
+    peak_tokens_per_s: float | None = None  # at the peak of the arithmetic of all ranks; None: there is no `train/mfu`
+    _last_s: float | None = None
+    _tokens: float = 0.0
+    _seconds: float = 0.0  # not a mean of rates: of accumulated batches one has the optimizer's time
 
     def on_train_batch_end(self, trainer: Trainer, module: LightningModule, outputs: object, batch: Tensor, batch_idx):
         now_s = time.perf_counter()
@@ -62,24 +60,21 @@ PASSES_OF_HOURS = 20  # over the text, whatever the hours
 FEWEST_STEPS = 50  # of which a drafter learns something
 
 
+@dataclass(eq=False)
 class StepsForHours(Callback):
     """Sets how many steps a run has, so that they end in time.
 
     The time that the first ones take decides, while the learning rate still rises. Halfway it is decided once more,
     because validations and other work on the machine add to it.
-
-    Args:
-        ends_s: when the steps shall end, by `time.monotonic`.
-        most: steps, after which it would learn the rows by heart.
-        note: is told the number of steps.
     """
 
     skipped, measured = 2, 8  # steps: the first ones compile
 
-    def __init__(self, ends_s: float, most: int, note: Callable[[int], None]) -> None:
-        self.ends_s, self.most, self.note = ends_s, most, note
-        self._ended_s: dict[int, float] = {}  # step -> when it ended
-        self._halfway: int | None = None
+    ends_s: float  # when the steps shall end, by `time.monotonic`
+    most: int  # steps, after which it would learn the rows by heart
+    note: Callable[[int], None]  # is told the number of steps
+    _ended_s: dict[int, float] = field(default_factory=dict)  # step -> when it ended
+    _halfway: int | None = None
 
     def on_train_batch_end(self, trainer: Trainer, module: LightningModule, outputs: object, batch: Tensor, batch_idx):
         step, now_s = trainer.global_step, time.monotonic()

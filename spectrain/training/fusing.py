@@ -64,7 +64,7 @@ class FusingExperiment(DrafterExperiment):
         return super().blank() if self.own.init in NEW else self.training(self.trained_before(), is_new=False)
 
     def new(self, rows: Rows) -> FusingDrafter:
-        """A new drafter, to be trained on these rows. Its last norm and its unembedding begin as the target's."""
+        """Return a drafter whose last norm and unembedding begin as the target's."""
         kept = drafted_tokens(self.own.draft_vocab, rows, self.target)
         drafter = self.empty(kept).apply(draw_weights)
         if kept is not None:

@@ -59,7 +59,6 @@ class SpireExperiment(DrafterExperiment):
         return SpireTraining(*self.of_training(drafter), roots_every, fits_input=fits_input)
 
     def new(self, rows: Rows) -> SpireDrafter:
-        """A new drafter, to be trained on these rows."""
         kept = drafted_tokens(self.own.draft_vocab, rows, self.target)
         return new_drafter(self.target, self.shape(kept), self.own.init, kept)
 

@@ -94,7 +94,8 @@ class Reliability(Sums):
 
     def __init__(self) -> None:
         super().__init__(positions=N_BINS, predictions=N_BINS, labels=N_BINS, loss=1, weight=1, kl=1)
-        self.bins: list[dict[str, float]] = []  # of all ranks, as last computed
+        # Positions, mean prediction and mean label of each bin that has any position, of all ranks, as last computed.
+        self.bins: list[dict[str, float]] = []
 
     def update(self, predicted: Tensor, labels: Tensor, **sums: Tensor) -> None:
         """Add predictions and labels, both [M] in [0, 1], and sums over them: `loss`, its `weight`, and `kl`."""
@@ -106,7 +107,9 @@ class Reliability(Sums):
 
     def compute(self) -> dict[str, float]:
         """Metrics by name; nan where nothing was added. The expected calibration error is 0 to 1."""
-        self.bins, n_positions = self._bins(), self.positions.sum()
+        sums = zip(self.positions.tolist(), self.predictions.tolist(), self.labels.tolist(), strict=True)
+        self.bins = [{"positions": int(n), "predicted": float(f / n), "label": float(a / n)} for n, f, a in sums if n]
+        n_positions = self.positions.sum()
         found = {
             "eval/loss": self.loss / self.weight,
             "eval/kl_binary": self.kl / n_positions,
@@ -115,8 +118,3 @@ class Reliability(Sums):
             "eval/calibration_error": (self.predictions - self.labels).abs().sum() / n_positions,
         }
         return {name: float(value) for name, value in found.items()}
-
-    def _bins(self) -> list[dict[str, float]]:
-        """Positions, mean prediction and mean label of each bin that has any position."""
-        sums = zip(self.positions.tolist(), self.predictions.tolist(), self.labels.tolist(), strict=True)
-        return [{"positions": int(n), "predicted": float(f / n), "label": float(a / n)} for n, f, a in sums if n]

@@ -88,7 +88,6 @@ class LanguageModelTraining(Training):
         return list(find_blocks(self.model))
 
     def recompute_activations(self) -> None:
-        """Compute the inside of blocks again in the backward pass, in place of keeping it."""
         self.model.gradient_checkpointing_enable({"use_reentrant": False})
 
     def compile_blocks(self, backend: str = "inductor") -> None:
