@@ -114,20 +114,16 @@ class DrafterTraining(Training):
         if not self.fits_input:
             return
         fit = self.input_fit()
-        reading, n_tokens, places = self.target.with_capture(fit.layers), 0, slice(None)
+        reading, n_tokens = self.target.with_capture(fit.layers), 0
         if isinstance(rows, FeatureRows | ServedRows):
-            is_served = isinstance(rows, ServedRows)
             # Our server computes what is asked for, a vLLM what it was started with.
-            known = getattr(rows.server, "layers", fit.layers) if is_served else rows.store.manifest.layers
-            if missing := {*fit.layers} - {*known}:
+            has = rows.server if isinstance(rows, ServedRows) else rows.store.manifest
+            if missing := {*fit.layers} - {*getattr(has, "layers", fit.layers)}:
                 raise UserError(
                     f"init=pruned reads the input of block {min(missing)}, which the stored or served states do not "
                     f"have; prepare a store with layers={[*fit.layers]}, or give init=random"
                 )
-            if is_served and hasattr(rows.server, "layers"):
-                places = [known.index(layer) for layer in fit.layers]
-            else:
-                rows = replace(rows, layers=fit.layers)
+            rows = replace(rows, layers=fit.layers)
         with stage("fitting the drafter's input to the target's", FIT_TOKENS) as advance:
             for place in torch.randperm(len(rows), generator=torch.Generator().manual_seed(0)).tolist():
                 batch = rows[[place]]
@@ -135,8 +131,8 @@ class DrafterTraining(Training):
                 starts = None if batch.starts is None else batch.starts.to(tokens.device)
                 said = Features(batch.captured, batch.final_hidden)
                 said = reading.features(tokens, starts) if said.captured is None else said
-                captured, final = (one.to(tokens.device, STORED_DTYPE) for one in (said.captured, said.final_hidden))
-                fit.add(tokens, Features(captured[:, :, places], final), starts)
+                said = Features(*(one.to(tokens.device, STORED_DTYPE) for one in (said.captured, said.final_hidden)))
+                fit.add(tokens, said, starts)
                 n_tokens += batch.n_tokens
                 advance(batch.n_tokens)
                 if n_tokens >= FIT_TOKENS:

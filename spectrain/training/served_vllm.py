@@ -89,8 +89,8 @@ class VllmStates:
 
     @torch.no_grad()
     def features(self, tokens: Tensor, starts: Tensor | None = None, layers: Sequence[int] = ()) -> Features:
-        """Return what `HiddenStates.features` returns, of the `layers` that this was made for."""
-        assert tuple(layers) == self.layers, layers
+        """Return what `HiddenStates.features` returns, of some of the layers that this was made for."""
+        slots = [*(self.slots[self.layers.index(layer)] for layer in layers), self.slots[-1]]
         flat, width = tokens.flatten(), self.target.unembedding.shape[-1]
         options = {"dtype": torch.bfloat16, "pin_memory": self.pinned}
         captured = torch.empty(len(flat), len(layers), width, **options)
@@ -98,7 +98,7 @@ class VllmStates:
 
         def fill(start: int, stop: int) -> None:
             with torch.no_grad():  # threads have modes of their own
-                found = self._states(flat[start:stop])[:, self.slots]
+                found = self._states(flat[start:stop])[:, slots]
                 final[start:stop] = self._norm(found[:, -1].float())
                 for place, layer in enumerate(layers):
                     captured[start:stop, place] = final[start:stop] if layer == FINAL else found[:, place]
