@@ -18,16 +18,35 @@ from lightning import Callback, LightningModule, Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
 from torch import Tensor
 
+from spectrain.config.training import Train
 from spectrain.errors import AllRanksError
 from spectrain.stores.signals import SAID, SIGNALS
 from spectrain.terminal import stage
 from spectrain.training.checkpoints import PARTIAL, BestFolder, CheckpointFolder, remove
+from spectrain.training.runs import RunFolder
 from spectrain.training.strategies import share_of, whole_state
 
 log = logging.getLogger(__name__)
 
 UNKNOWN_STEPS = 10**9  # of a run whose first steps will say how many it has
 EXPECTED_TAU = "eval/tau_expected"
+PASSES_OF_HOURS = 20  # over the text, whatever the hours
+FEWEST_STEPS = 50  # of which a drafter learns something
+
+
+def callbacks(
+    config: Train, run: RunFolder, peak_tokens_per_s: float | None, ends_s: float | None, n_rows: int
+) -> list[Callback]:
+    """Return them in the order in which they act: what a checkpoint speaks of is done before it is written."""
+    most = PASSES_OF_HOURS * n_rows // (config.data.batch_size * config.trainer.accumulate_grad_batches)
+    return [
+        *([StepsForHours(ends_s, most, run.note_steps)] if ends_s else []),
+        TokensPerSecond(peak_tokens_per_s),
+        StopOnBadLoss(run.checkpoints),
+        KeepBest(run.best, config.select.every),
+        Checkpoints(run.checkpoints, config.checkpoint_s),
+        ShowSteps(),
+    ]
 
 
 @dataclass(eq=False)
@@ -54,10 +73,6 @@ class TokensPerSecond(Callback):
 
     def on_validation_end(self, trainer: Trainer, module: LightningModule) -> None:
         self._last_s = None  # validation is not training time
-
-
-PASSES_OF_HOURS = 20  # over the text, whatever the hours
-FEWEST_STEPS = 50  # of which a drafter learns something
 
 
 @dataclass(eq=False)

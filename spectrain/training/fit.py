@@ -31,16 +31,7 @@ from spectrain.target import fingerprint
 from spectrain.target.device import is_out_of_memory
 from spectrain.terminal import stage
 from spectrain.training.base import Parts
-from spectrain.training.callbacks import (
-    PASSES_OF_HOURS,
-    UNKNOWN_STEPS,
-    Checkpoints,
-    KeepBest,
-    ShowSteps,
-    StepsForHours,
-    StopOnBadLoss,
-    TokensPerSecond,
-)
+from spectrain.training.callbacks import UNKNOWN_STEPS, callbacks
 from spectrain.training.checkpoints import ranks_of, read_file, reshard
 from spectrain.training.loggers import of_wandb
 from spectrain.training.runs import RunFolder
@@ -120,21 +111,6 @@ def fit(
 def final_metrics(trainer: Trainer) -> dict[str, float]:
     """The metrics of the last validation, by name."""
     return {name: float(value) for name, value in trainer.callback_metrics.items() if name.startswith("eval/")}
-
-
-def callbacks(
-    config: Train, run: RunFolder, peak_tokens_per_s: float | None, ends_s: float | None, n_rows: int
-) -> list[Callback]:
-    """In the order in which they act: what a checkpoint speaks of is done before it is written."""
-    most = PASSES_OF_HOURS * n_rows // (config.data.batch_size * config.trainer.accumulate_grad_batches)
-    return [
-        *([StepsForHours(ends_s, most, run.note_steps)] if ends_s else []),
-        TokensPerSecond(peak_tokens_per_s),
-        StopOnBadLoss(run.checkpoints),
-        KeepBest(run.best, config.select.every),
-        Checkpoints(run.checkpoints, config.checkpoint_s),
-        ShowSteps(),
-    ]
 
 
 def compiles(options: TrainerOptions, trainer: Trainer) -> bool:
