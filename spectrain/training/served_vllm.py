@@ -134,10 +134,7 @@ class VllmStates:
     def _states(self, tokens: Tensor) -> Tensor:
         """Return the states [n, S, D] of a document, in vLLM's dtype."""
         asked = {"model": self._model, "prompt": tokens.tolist(), "max_tokens": 1, "temperature": 0}
-        return self._patience.retried(partial(self._asked_states, asked, tokens))
-
-    def _asked_states(self, asked: Mapping, tokens: Tensor) -> Tensor:
-        answer = self._ask("POST", "/v1/completions", asked)
+        answer = self._patience.retried(partial(self._ask, "POST", "/v1/completions", asked))
         path = (answer.get("kv_transfer_params") or {}).get("hidden_states_path")
         if path is None:
             raise UserError(f"the vLLM at {self.address} writes no hidden states; start it with {self._options()}")
