@@ -158,14 +158,15 @@ class Experiment(ABC):
 
     drafts: bool = False  # whether the model drafts by itself; then its tau is measured
     sources: tuple[str, ...] = ("online",)  # values of `data` that it can be trained with
-    exports: str  # the kind of folder that it is exported to, a key of `spectrain.models.artifacts.KINDS`
+    has_target: bool = True  # whether it is trained for a target
+    exports: str  # the kind of folder that it is exported to, see `spectrain.models.kinds`
 
     def __init__(self, run: RunFolder, data: Source, open_target: Callable[[], TargetModel]) -> None:
         if data.source not in self.sources:
             known = " or ".join(f"data={source}" for source in self.sources)
             raise UserError(f"data={data.source} is for other experiments than +exp={run.config.kind}; give {known}")
         self.run, self.config, self.own, self.data = run, run.config, run.config.own, data
-        self.target: TargetModel | None = open_target()
+        self.target = open_target() if self.has_target else None
 
     @staticmethod
     def needs_blocks(config: Train) -> bool:

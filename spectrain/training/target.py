@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -17,18 +16,13 @@ from spectrain.target import TargetModel
 from spectrain.target.loading import read_tokenizer
 from spectrain.training.base import Experiment, Parts
 from spectrain.training.checkpoints import load_weights
-from spectrain.training.runs import RunFolder
-from spectrain.training.sources import Source
 from spectrain.training.vanilla import LanguageModelTraining
 
 
 class TargetExperiment(Experiment):
     """A Llama from scratch. It has no target itself; its tokenizer is kept in the run folder."""
 
-    exports = "target"
-
-    def __init__(self, run: RunFolder, data: Source, open_target: Callable[[], TargetModel]) -> None:
-        super().__init__(run, data, lambda: None)
+    exports, has_target = "target", False
 
     def prepare(self) -> Parts:
         self.run.begin()
