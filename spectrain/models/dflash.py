@@ -15,7 +15,7 @@ Letters: as in docs/design.md, but B, the tokens of a block with its root, here;
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -29,7 +29,7 @@ from spectrain.models.drafter_model import FusingConfig, FusingDrafter
 from spectrain.models.kinds import Kind
 from spectrain.models.published import Published, Read, blocks_json, is_dflash, opened, types_of
 from spectrain.models.root_attention import attend
-from spectrain.target.llama import KeysValues, LlamaBlock, grouped
+from spectrain.target.llama import KeysValues, LlamaBlock
 from spectrain.target.target import TargetModel
 
 BLOCK = "layers.{}."
@@ -107,15 +107,6 @@ class DFlashDrafter(FusingDrafter):
     def block_of(self, roots: Tensor) -> Tensor:
         """Return the inputs [.., B, D] of the blocks of these roots [..] int64."""
         return self.embed(F.pad(roots[..., None], (0, self.config.k), value=self.config.mask_token))
-
-    def step(
-        self, x: Tensor, rope: tuple[Tensor, Tensor], past: Sequence[KeysValues], mask: Tensor
-    ) -> tuple[Tensor, list[KeysValues]]:
-        mask, owns = grouped(mask, self.config.shape), []
-        for block, keys_values in zip(self.blocks, past, strict=True):
-            x, own = block(x, rope, keys_values, mask)
-            owns.append(own)
-        return self.norm(x), owns
 
 
 def drafted(

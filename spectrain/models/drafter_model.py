@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from spectrain.target.llama import KeysValues, LlamaShape, Rope
+from spectrain.target.llama import KeysValues, LlamaShape, Rope, grouped
 from spectrain.target.target import TargetModel
 
 TABLE_TOKENS = 8192  # tokens whose inputs are computed at a time
@@ -81,13 +81,38 @@ class DrafterModel(nn.Module):
 
     @abstractmethod
     def memories(self, states: list[Tensor]) -> list[Tensor]:
-        """Return what later tokens attend to of each block's tokens, given x^0 .. x^n_layer of them, [R, n, D] each."""
+        """Return what later tokens attend to of each block's tokens, given x^0 .. x^n_layer of them, [R, n, D] each.
 
-    @abstractmethod
+        Only where the config has `feedback`; else it is the input of the block.
+        """
+
     def step(
-        self, x: Tensor, rope: tuple[Tensor, Tensor], past: Sequence[KeysValues], mask: Tensor
+        self,
+        x: Tensor,
+        rope: tuple[Tensor, Tensor],
+        past: Sequence[KeysValues],
+        mask: Tensor,
+        last: bool = False,
+        drafted: list[KeysValues] | None = None,
     ) -> tuple[Tensor, list[KeysValues]]:
-        """Run all blocks over inputs x [R, n, D]. Return final states, and K/V of the tokens' memories by block."""
+        """Run all blocks over tokens that do not see one another, given their inputs x [R, n, D].
+
+        For `rope`, `mask`, `past` and what is `drafted` since, of each block, see `LlamaBlock.forward`. If `last`, no
+        later token will see these tokens, so their memories are not computed. Returns the final states [R, n, D], and
+        for each block the K/V of the tokens' memories.
+        """
+        states, owns, mask = [x], [], grouped(mask, self.config.shape)
+        for block, keys_values, since in zip(self.blocks, past, drafted or [None] * len(past), strict=True):
+            x, own = self.run(block, x, rope, keys_values, mask, since)
+            states.append(x)
+            owns.append(own)
+        if self.config.feedback and not last:
+            owns = self.run(self.of_memories, states, rope)
+        return self.state_of(x), owns
+
+    def of_memories(self, states: list[Tensor], rope: tuple[Tensor, Tensor]) -> list[KeysValues]:
+        """Return for each block K/V of the memories of tokens with these states; see `memories`."""
+        return [block.keys_values(m, rope) for block, m in zip(self.blocks, self.memories(states), strict=True)]
 
     def read_target(self, captured: Tensor, following: Tensor | None) -> tuple[list[Tensor], Tensor]:
         """Return the memories of context, [.., D] for each block, and what the next token reads as the state before it.
@@ -108,9 +133,13 @@ class DrafterModel(nn.Module):
         self.register_buffer("kept", torch.arange(draft_vocab) if draft_vocab else None)
         self.rope = Rope(shape)
 
+    def state_of(self, x: Tensor) -> Tensor:
+        """Return the final states [.., D] of the outputs of the last block."""
+        return self.norm(x) if self.normed_states else x
+
     def unembedded(self, states: Tensor) -> Tensor:
         """Return what the unembedding takes of final states [.., D]."""
-        return states
+        return states if self.normed_states else self.norm(states)
 
     @property
     def is_ranked(self) -> bool:

@@ -25,7 +25,7 @@ Letters: as in docs/design.md; E width of a head, K key/value heads, R roots of 
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -40,7 +40,7 @@ from spectrain.models.kinds import Kind
 from spectrain.models.published import ROPE, SIZES, Published, Read, blocks_json, is_dflash, opened, types_of
 from spectrain.models.root_attention import attend
 from spectrain.target.forward import DecoderProgram
-from spectrain.target.llama import KeysValues, LlamaBlock, grouped
+from spectrain.target.llama import KeysValues, LlamaBlock
 from spectrain.target.target import TargetModel
 
 ARCHITECTURE = "LlamaForCausalLMEagle3"
@@ -203,22 +203,6 @@ class Eagle3Drafter(FusingDrafter):
     def joined(self, x: Tensor, previous: Tensor | None) -> Tensor:
         """Return the block's inputs [.., 2 D]: embeddings, and the states g one position earlier."""
         return torch.cat([x, previous.to(x.dtype)], dim=-1)
-
-    def memories(self, states: list[Tensor]) -> list[Tensor]:
-        return states[:1]
-
-    def step(
-        self, x: Tensor, rope: tuple[Tensor, Tensor], past: Sequence[KeysValues], mask: Tensor
-    ) -> tuple[Tensor, list[KeysValues]]:
-        h, own = self.blocks[0](x, rope, past[0], grouped(mask, self.config.shape))
-        return self.state_of(h), [own]
-
-    def state_of(self, h: Tensor) -> Tensor:
-        """Return the final states of the block's outputs."""
-        return self.norm(h) if self.config.norm_output else h
-
-    def unembedded(self, states: Tensor) -> Tensor:
-        return states if self.config.norm_output else self.norm(states)
 
 
 def unrolled(

@@ -29,7 +29,7 @@ from spectrain.models.drafter_model import DrafterModel
 from spectrain.models.kinds import Kind
 from spectrain.stores.files import read_object, write_json
 from spectrain.target.fingerprint import fingerprint
-from spectrain.target.llama import KeysValues, LlamaBlock, LlamaShape, grouped
+from spectrain.target.llama import KeysValues, LlamaBlock, LlamaShape
 from spectrain.target.loading import check_finite
 from spectrain.target.target import FINAL, TargetModel
 
@@ -155,9 +155,6 @@ class SpireDrafter(DrafterModel):
         return x + self.previous(previous.to(x.dtype)).to(x.dtype) if self.config.previous_state else x
 
     def memories(self, states: list[Tensor]) -> list[Tensor]:
-        """Return m^0 .. m^(n_layer - 1), given x^0 (embedding output) .. x^n_layer; all are [R, n, D]."""
-        if not self.config.feedback:
-            return states[: self.config.n_layer]
         mixed = []
         for shares in self.feedback_shares():  # one by one: all products at once would take n_layer^2 times the memory
             memory = states[0] * shares[0]
@@ -169,34 +166,6 @@ class SpireDrafter(DrafterModel):
     def feedback_shares(self) -> Tensor:
         """Return what each layer's state has in the memories of each block, [n_layer, n_layer + 1]."""
         return self.feedback_weight.softmax(dim=-1).expand(self.config.n_layer, -1)
-
-    def step(
-        self,
-        x: Tensor,
-        rope: tuple[Tensor, Tensor],
-        past: list[KeysValues],
-        mask: Tensor,
-        last: bool = False,
-        drafted: list[KeysValues] | None = None,
-    ) -> tuple[Tensor, list[KeysValues]]:
-        """Run all blocks over tokens that do not see one another, given their inputs x [R, n, D].
-
-        For `rope`, `mask`, `past` and what is `drafted` since, of each block, see `LlamaBlock.forward`. If `last`, no
-        later token will see these tokens, so their memories are not computed. Returns the normed final hidden state
-        [R, n, D], and for each block the K/V of the tokens' memories.
-        """
-        states, owns, mask = [x], [], grouped(mask, self.config.shape)
-        for block, keys_values, since in zip(self.blocks, past, drafted or [None] * len(past), strict=True):
-            x, own = self.run(block, x, rope, keys_values, mask, since)
-            states.append(x)
-            owns.append(own)
-        if self.config.feedback and not last:
-            owns = self.run(self.of_memories, states, rope)
-        return self.norm(x), owns
-
-    def of_memories(self, states: list[Tensor], rope: tuple[Tensor, Tensor]) -> list[KeysValues]:
-        """Return for each block K/V of the memories of tokens with these states; see `memories`."""
-        return [block.keys_values(m, rope) for block, m in zip(self.blocks, self.memories(states), strict=True)]
 
     def of_context(self, block: LlamaBlock, captured: Tensor, rope: tuple[Tensor, Tensor]) -> KeysValues:
         """Return K/V of the target's activations [B, L, D] for a block."""
