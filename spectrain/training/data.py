@@ -304,7 +304,6 @@ class RowData(LightningDataModule):
     held_out: Rows
     batch_size: int  # rows of a batch, of all ranks together
     seed: int  # of the order of the training rows
-    by_length: bool = False  # whether a training batch holds rows of about the same length; see `SeededLoader`
     contexts: Sequence = ()  # [n, L] token rows that tau is measured on; no training sees them
     digest: str = ""  # of all rows, if a resumed run must find them again
     changed: Mapping[str, object] = field(default_factory=dict)  # options that the text is too little for, as they are
@@ -318,7 +317,7 @@ class RowData(LightningDataModule):
         return self.trainer.global_rank, self.trainer.world_size
 
     def train_dataloader(self) -> SeededLoader:
-        lengths = self.train.lengths if self.by_length else None
+        lengths = getattr(self.train, "lengths", None)  # of texts, which a batch holds of about the same length
         accumulated = self.trainer.accumulate_grad_batches
         rows = self.train.__getitem__, len(self.train)
         return SeededLoader(*rows, self.batch_size, self.seed, self.share, lengths, accumulated)

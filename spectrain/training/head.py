@@ -156,7 +156,7 @@ class HeadExperiment(Experiment):
             )
         held_out = sorted(held_out[: data.val_rows], key=len)
         log.info("%d training rows, %d held-out rows of %s", len(train), len(held_out), store.folder)
-        return RowData(TextRows(train), TextRows(held_out), data.batch_size, self.config.seed, by_length=True)
+        return RowData(TextRows(train), TextRows(held_out), data.batch_size, self.config.seed)
 
     def steps_of(self, n_trained: int, n_rows: int | None = None) -> int:
         """Optimizer steps: `max_steps`, or `epochs` passes over the training rows."""

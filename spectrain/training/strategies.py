@@ -244,11 +244,8 @@ def whole_state(trainer: Trainer, module: LightningModule) -> dict[str, Tensor] 
     """Gather the weights in training from all ranks. All ranks call it, between optimizer steps of a fit.
 
     Under DeepSpeed these are the float32 weights that the optimizer steps; `on_train_end` is the last hook that finds
-    them.
-
-    Returns:
-        On rank zero the module's state dict: float32 copies on the CPU, tied weights under each of their names. None on
-        other ranks.
+    them. Returns on rank zero the module's state dict: float32 copies on the CPU, tied weights under each of their
+    names. None on other ranks.
     """
     whole: dict[int, Tensor] = {}
     for parameter in module.parameters():  # one at a time: under ZeRO-3 no rank need have room for all

@@ -58,7 +58,7 @@ def data(kind: str, batch_size: int, loss_on: str) -> RowData:
     """18 rows, of which a step takes 4, so that epochs have some left; they have from 1 to 20 positions to learn."""
     if kind == "head":
         rows = text_rows(24)
-        return RowData(TextRows(rows[:18]), TextRows(rows[18:]), batch_size, seed=3, by_length=True)
+        return RowData(TextRows(rows[:18]), TextRows(rows[18:]), batch_size, seed=3)
     tokens = torch.randint(4, VOCAB_SIZE, (24, 24), generator=torch.Generator().manual_seed(1), dtype=torch.int32)
     is_response = torch.arange(24) >= 24 - torch.tensor([1, 20, 3, 9, 2, 14] * 4)[:, None]
     parts = (slice(18), slice(18, 24))
