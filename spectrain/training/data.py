@@ -306,7 +306,7 @@ class RowData(LightningDataModule):
     seed: int  # of the order of the training rows
     contexts: Sequence = ()  # [n, L] token rows that tau is measured on; no training sees them
     digest: str = ""  # of all rows, if a resumed run must find them again
-    changed: Mapping[str, object] = field(default_factory=dict)  # options that the text is too little for, as they are
+    changed: Mapping[str, object] = field(default_factory=dict)  # options by dotted name, changed for a small text
 
     def __post_init__(self) -> None:
         super().__init__()
