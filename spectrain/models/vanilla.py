@@ -15,6 +15,7 @@ KIND = Kind(
     about="A small ordinary language model that drafts tokens for a larger one with the same vocabulary to verify.",
     auto={"speculative": ()},
 )
+ENDS = ("bos_token_id", "eos_token_id", "pad_token_id")
 DRAFT_TOKENS = 5  # drafted per step by other engines; vLLM's own example has 5
 
 
@@ -42,9 +43,7 @@ def new_vanilla(
             max_position_embeddings=config.max_position_embeddings,
             rope_parameters=getattr(config, "rope_parameters", None),
             tie_word_embeddings=target.get_output_embeddings().weight is target.get_input_embeddings().weight,
-            bos_token_id=config.bos_token_id,
-            eos_token_id=config.eos_token_id,
-            pad_token_id=config.pad_token_id,
+            **{name: getattr(config, name) for name in ENDS},
             attn_implementation="sdpa",
         )
     )
@@ -53,9 +52,7 @@ def new_vanilla(
     # transformers drafts 20 tokens per step, for drafters that agree with the target far longer.
     known = target.generation_config
     model.generation_config = GenerationConfig(
-        bos_token_id=known.bos_token_id,
-        eos_token_id=known.eos_token_id,
-        pad_token_id=known.pad_token_id,
+        **{name: getattr(known, name) for name in ENDS},
         num_assistant_tokens=DRAFT_TOKENS,
         num_assistant_tokens_schedule="constant",
     )

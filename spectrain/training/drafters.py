@@ -225,7 +225,7 @@ class DrafterExperiment(Experiment):
 
     @abstractmethod
     def trained_before(self) -> DrafterModel:
-        """Return the drafter of the folder `init`, to be trained further."""
+        """Return the drafter of the folder `init`, to be trained further. UserError where the run asks for another."""
 
     @abstractmethod
     def training(self, drafter: DrafterModel, is_new: bool) -> DrafterTraining:

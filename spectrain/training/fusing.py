@@ -73,7 +73,6 @@ class FusingExperiment(DrafterExperiment):
         return drafter
 
     def trained_before(self) -> FusingDrafter:
-        """The drafter of the folder `init`, to be trained further; UserError where the run asks for another one."""
         own, before = self.own, self.before.config
         has = {name: getattr(before, name) for name in self.of_config}
         has |= {"target_layers": list(before.target_layers), "intermediate_size": before.shape.intermediate_size}

@@ -69,8 +69,7 @@ class Online(config_training.Online):
         held_out = rows.held_out.tokens[:, : max(config.tau.context_tokens)]
         contexts = for_tau(held_out, self.val_rows).tolist()
         train, seen = (TokenRows(**vars(packed)) for packed in (rows.train, rows.held_out[: self.val_rows]))
-        facts = {"contexts": contexts, "digest": rows.digest, "changed": changed}
-        return RowData(train, seen, self.batch_size, config.seed, **facts)
+        return RowData(train, seen, self.batch_size, config.seed, contexts, rows.digest, changed)
 
     def _rows_that_fit(self, config: Train, target: TargetModel, asked: Train) -> tuple[Packed, dict[str, object]]:
         """Return the rows of the first options that make any, and what differs from the config."""

@@ -63,7 +63,6 @@ class SpireExperiment(DrafterExperiment):
         return new_drafter(self.target, self.shape(kept), self.own.init, kept)
 
     def trained_before(self) -> SpireDrafter:
-        """The drafter of the folder `init`, to be trained further; UserError where the run asks for another shape."""
         folder, asked = self.own.init, self.own.draft_vocab
         drafter = cut_as_asked(load(Path(folder), self.target, "init"), asked, folder)
         config = self.shape(drafter.kept)
