@@ -225,7 +225,9 @@ def draft_chain(
     if max(left) < 1:
         return DraftTree.root_only(context.roots)
     if whole is not None:
-        return cut(context, *whole(context, *limits(context, gamma)))
+        longest = max(left) if context.device.type == "cpu" else gamma  # elsewhere each length would be recorded
+        ragged = to_device(torch.tensor(left).clamp_min(0), context.device) if min(left) < longest else None
+        return cut(context, *whole(context, longest, ragged))
     drafting = [count > 0 for count in left]
     stop = stop or StopRule()
     state = stop.begin(len(left), context.device)
@@ -258,14 +260,6 @@ def draft_chain(
         return DraftTree.root_only(context.roots)
     ragged = to_device(torch.tensor(lengths), context.device) if min(lengths) < len(tokens) else None
     return cut(context, torch.stack(tokens, dim=1), probs, ragged)
-
-
-def limits(context: Context, gamma: int) -> tuple[int, Tensor | None]:
-    """Return the most tokens of a chain (0: no row has room), and of each row's, [n] int64 (None: as many)."""
-    most = min(gamma, max(context.room) - 1)
-    longest = most if context.device.type == "cpu" else gamma  # elsewhere each length would be recorded
-    left = (torch.tensor(context.room) - 1).clamp(0, gamma) if min(context.room) - 1 < longest else None
-    return longest if most > 0 else 0, None if left is None else to_device(left, context.device)
 
 
 def cut(context: Context, tokens: Tensor, probs: Sequence[Tensor] | Tensor | None, lengths: Tensor | None) -> DraftTree:

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 
 from spectrain.decoding import Context, Verified
 from spectrain.drafting.budget import AUTO, ChainBudget
-from spectrain.drafting.draft_chain import ChainDrafter, Chains, DraftStep, cut, draft_chain, lengths_of, limits
+from spectrain.drafting.draft_chain import ChainDrafter, Chains, DraftStep, draft_chain, lengths_of
 from spectrain.drafting.runtime import DraftRuntime
 from spectrain.drafting.stopping import StopRule
 from spectrain.drafting.window_keys import WindowKeys, kind_of_keys
@@ -234,15 +234,13 @@ class ModelDrafter(ChainDrafter):
         self.read_context(context)
         roots = self._roots(context)
         self.state = self.finals[: context.n_rows]
-        if (whole := self._shortest_way(context)) is not None:
-            longest, ragged = limits(context, gamma)
-            return cut(context, *whole(context, longest, ragged)) if longest else DraftTree.root_only(context.roots)
         return draft_chain(
             context,
             gamma,
-            first=lambda: self._next(context.roots, roots),
-            step=lambda tokens, i: self._next(tokens, roots + i),
+            first=lambda: self._next(context.roots, roots, 0),
+            step=lambda tokens, i: self._next(tokens, roots + i, i),
             stop=self.stop,
+            whole=self._shortest_way(context),
         )
 
     def observe(self, context: Context, tree: DraftTree, output: TargetOutput, verified: Verified) -> None:
@@ -373,15 +371,16 @@ class ModelDrafter(ChainDrafter):
         return tokens, probs, ended if ends else lengths
 
     def _graph_chain(self, context: Context, n_steps: int, lengths: Tensor | None) -> Chains:
-        def read(i: int, tokens: Tensor, positions: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
-            return self.runtime.one(tokens[:, 0], positions, state)
-
         starts = context.roots[:, None], self._roots(context), self.state
         key = "chain", self.keys.storage
-        return self.replayed(self.runtime.graphs, key, read, context, n_steps, lengths, *starts)
+        return self.replayed(self.runtime.graphs, key, self._in_graph, context, n_steps, lengths, *starts)
 
-    def _next(self, tokens: Tensor, positions: Tensor) -> DraftStep:
-        """Read one token per row, [n], at positions [n]."""
+    def _in_graph(self, i: int, tokens: Tensor, positions: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
+        """What a graph records of `_next`; see `replayed`."""
+        return self.runtime.one(tokens[:, 0], positions, state)
+
+    def _next(self, tokens: Tensor, positions: Tensor, i: int) -> DraftStep:
+        """Read one token per row, [n], the i-th of its chain (0: the root), at positions [n]."""
         logits, self.state = self.runtime.next(tokens, positions, self.state)
         return DraftStep(logits, self.hidden(self.state))
 

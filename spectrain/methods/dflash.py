@@ -5,13 +5,11 @@ What it keeps of a text is `spectrain.drafting.model_drafter`'s: keys and values
 
 from __future__ import annotations
 
-from functools import cache
-
 import torch
 from torch import Tensor
 
 from spectrain.decoding import Context
-from spectrain.drafting.draft_chain import Chains, DraftStep, draft_chain
+from spectrain.drafting.draft_chain import DraftStep
 from spectrain.drafting.folder_drafter import FolderDrafter
 from spectrain.errors import UserError
 from spectrain.models.dflash import DFlashDrafter, load
@@ -47,25 +45,14 @@ class DFlash(FolderDrafter):
     def longest(drafter: DFlashDrafter) -> int:
         return drafter.config.k
 
-    def draft(self, context: Context, gamma: int) -> DraftTree:
-        self._catch_up(context)
-        block = cache(lambda: self._block(context.roots, self._roots(context)))  # read where the first token is
+    def _next(self, tokens: Tensor, positions: Tensor, i: int) -> DraftStep:
+        if i == 0:
+            self.state = self._block(tokens, positions)
+        return DraftStep(self.drafter.spread(self.state[:, i]))
 
-        def step(tokens: Tensor, i: int) -> DraftStep:
-            return DraftStep(self.drafter.spread(block()[:, i]))
-
-        replays = self.replays(context, self.runtime.graphs, self.drafter.config.shape.vocab_size)
-        whole = self._graph_chain if replays else None
-        return draft_chain(context, gamma, lambda: step(context.roots, 0), step, whole=whole)
-
-    def _graph_chain(self, context: Context, n_steps: int, lengths: Tensor | None) -> Chains:
-        def read(i: int, tokens: Tensor, positions: Tensor, block: Tensor) -> tuple[Tensor, Tensor]:
-            block = block if i else self._logits(tokens[:, 0], positions)
-            return self.drafter.spread(block[:, i]), block
-
-        starts = context.roots[:, None], self._roots(context), self.finals[: context.n_rows]
-        key = "chain", self.keys.storage
-        return self.replayed(self.runtime.graphs, key, read, context, n_steps, lengths, *starts)
+    def _in_graph(self, i: int, tokens: Tensor, positions: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
+        block = state if i else self._logits(tokens[:, 0], positions)
+        return self.drafter.spread(block[:, i]), block
 
     def read_roots(self, context: Context) -> Tensor:
         self._catch_up(context)
