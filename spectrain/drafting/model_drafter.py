@@ -12,8 +12,6 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Self
 from weakref import ref
 
 import torch
@@ -22,13 +20,12 @@ from torch import Tensor, nn
 
 from spectrain.decoding import Context, Verified
 from spectrain.drafting.budget import AUTO, ChainBudget
-from spectrain.drafting.draft_chain import ChainDrafter, Chains, DraftStep, draft_chain, lengths_of
+from spectrain.drafting.draft_chain import ChainDrafter, Chains, DraftStep, draft_chain
 from spectrain.drafting.runtime import DraftRuntime
 from spectrain.drafting.stopping import StopRule
 from spectrain.drafting.window_keys import WindowKeys, kind_of_keys
 from spectrain.errors import UserError, check_whole
 from spectrain.kernels import padded
-from spectrain.models.artifacts import fastest_gamma, trained_acceptance
 from spectrain.models.drafter_model import DrafterModel
 from spectrain.target import DraftTree, KVCache, TargetModel, TargetOutput
 from spectrain.target.device import to_device
@@ -37,7 +34,6 @@ from spectrain.target.lean import fused_kernels
 from spectrain.target.weights import for_drafting, version
 
 PATHS = (8, 32, 128)  # nodes of accepted paths, whose memories are written at once
-LONGER = 2  # times the k of training a chain may have that adapts
 MOST_MISSED = 64  # steps without drafting whose states wait for the next draft
 FEW_TOKENS = 8192  # that are drafted on a CPU, where a draft step takes as long as reading its weights does
 
@@ -117,27 +113,6 @@ class ModelDrafter(ChainDrafter):
         if self.gamma > config.window_tokens:
             raise UserError(f"gamma={self.gamma} must be 1..window_tokens={config.window_tokens} of the drafter")
         self.describe(capture_layers=config.captured_layers)
-
-    @classmethod
-    def of_folder(
-        cls, drafter: DrafterModel, folder: Path, gamma: int | None, max_nodes: int | str | None, **options: object
-    ) -> Self:
-        """Build the method of chains; see `lengths_of`. What is fixed or guessed depends on the training's results."""
-        lengths = fastest_gamma(folder) or drafter.config.k, cls.longest(drafter), trained_acceptance(folder)
-        length, budget = lengths_of(gamma, max_nodes, *lengths)
-        return cls(drafter, length, budget=budget, **options)
-
-    @staticmethod
-    def longest(drafter: DrafterModel) -> int:
-        """Return the most tokens of a chain whose length is chosen step by step."""
-        return min(LONGER * drafter.config.k, drafter.config.window_tokens)
-
-    @classmethod
-    def of_trees(cls, drafter: DrafterModel, levels: int, branches: int, **options: object) -> Self:
-        """Build the model of a `TreeDrafter`. A tree has no more levels than tokens in the window."""
-        levels = min(levels, drafter.config.window_tokens)
-        n_read = 1 + branches * (levels - 1)  # the root, and the branches of each level but the last
-        return cls(drafter, levels, tree_nodes=n_read, **options)
 
     def start(self, target: TargetModel, cache: KVCache) -> None:
         super().start(target, cache)

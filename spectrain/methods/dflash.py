@@ -5,6 +5,8 @@ What it keeps of a text is `spectrain.drafting.model_drafter`'s: keys and values
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import torch
 from torch import Tensor
 
@@ -13,7 +15,7 @@ from spectrain.drafting.draft_chain import DraftStep
 from spectrain.drafting.folder_drafter import FolderDrafter
 from spectrain.errors import UserError
 from spectrain.models.dflash import DFlashDrafter, load
-from spectrain.target import DraftTree
+from spectrain.target import DraftTree, TargetModel
 from spectrain.target.llama import additive
 
 
@@ -37,9 +39,10 @@ class DFlash(FolderDrafter):
             raise UserError(f"gamma={self.gamma} must be 1..{k}: a block of this drafter has {k} tokens to draft")
 
     @classmethod
-    def of_trees(cls, drafter: DFlashDrafter, levels: int, branches: int, **options: object) -> DFlash:
+    def for_trees(cls, target: TargetModel, drafter: str, levels: int, branches: int, **options: object) -> DFlash:
         """Nodes of one depth have the same candidates. A tree has no more levels than k."""
-        return cls(drafter, min(levels, drafter.config.k), **options)
+        loaded = load(Path(drafter), target)
+        return cls(loaded, min(levels, loaded.config.k), **options)
 
     @staticmethod
     def longest(drafter: DFlashDrafter) -> int:
