@@ -6,6 +6,7 @@ a program (`kernels/cpu/program.py`), on a GPU our kernels or torch in CUDA grap
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from types import ModuleType
 
 import numpy as np
@@ -28,15 +29,14 @@ class DraftRuntime:
     Args:
         model: the drafter, where it drafts.
         keys: of its blocks.
-        graphs: that run its steps on a GPU; None: they run as they are.
-        kernels: the module whose kernels run them on a GPU; None: torch does.
     """
 
-    def __init__(
-        self, model: DrafterModel, keys: WindowKeys, graphs: Graphs | None = None, kernels: ModuleType | None = None
-    ) -> None:
+    graphs: Graphs | None = None  # that run its steps on a GPU; None: they run as they are
+    kernels: ModuleType | None = None  # whose kernels run them on a GPU; None: torch does
+
+    def __init__(self, model: DrafterModel, keys: WindowKeys) -> None:
         device = model.norm.weight.device
-        self.model, self.keys, self.graphs, self.kernels = model, keys, graphs, kernels
+        self.model, self.keys = model, keys
         self.compiles = device.type == "cpu" and model.in_programs and can_fuse(model, model.config.shape)
         self._programs = Programs()
         model.rope.move(device)
@@ -46,9 +46,13 @@ class DraftRuntime:
 
         Returns logits [n, V], and final states [n, D].
         """
+        return self.run("next", self.one, tokens, positions, state)
+
+    def run(self, name: str, function: Callable[..., object], *inputs: Tensor) -> object:
+        """Call a function of tensors that reads the keys; on a GPU its graph is replayed, see `Graphs.run`."""
         if self.graphs is None:
-            return self.one(tokens, positions, state)
-        return self.graphs.run(("next", self.keys.storage), self.one, tokens, positions, state)
+            return function(*inputs)
+        return self.graphs.run((name, self.keys.storage), function, *inputs)
 
     def one(self, tokens: Tensor, positions: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
         """Compute `next` without a graph around it."""
@@ -87,10 +91,9 @@ class DraftRuntime:
             made = self._programs.get(tokens.shape, lambda: NodesProgram(self.model, self.keys, *tokens.shape))
             return made.read(tokens, positions, slots, seen, above, lengths)
         inputs = tokens, positions, slots, seen, above, *([] if lengths is None else [lengths])
-        if self.graphs is None:
-            return self._read(*inputs)
-        logits, states = self.graphs.run(("nodes", self.keys.storage), self._read, *inputs)
-        return logits, states.clone()  # the next nodes may be as many, and overwrite them
+        logits, states = self.run("nodes", self._read, *inputs)
+        # The next nodes may be as many, and a graph overwrites them.
+        return logits, states if self.graphs is None else states.clone()
 
     def chain(self, n_rows: int, n_steps: int, sampling: Sampling | RowSampling, stop: StopRule | None) -> ChainProgram:
         """Return the program of chains of so many tokens that a rule may end; there is one where `compiles`."""
@@ -112,9 +115,7 @@ class DraftRuntime:
             made = self._programs.get(("keep", *size), lambda: MemoryProgram(self.model, self.keys, *size))
             return made.write(captured, positions, accepted, following)
         inputs = captured, positions, path, *([] if following is None else [following])
-        if self.graphs is None:
-            return self._keep(*inputs)
-        return self.graphs.run(("memories", self.keys.storage), self._keep, *inputs)
+        return self.run("memories", self._keep, *inputs)
 
     def _keep(self, captured: Tensor, positions: Tensor, path: Tensor, following: Tensor | None = None) -> Tensor:
         return self.remember(captured, positions.masked_fill(path < 0, -1), slice(0, len(path)), following)

@@ -50,7 +50,7 @@ class DFlash(FolderDrafter):
 
     def _next(self, tokens: Tensor, positions: Tensor, i: int) -> DraftStep:
         if i == 0:
-            self.state = self._block(tokens, positions)
+            self.state = self.runtime.run("blocks", self._logits, tokens, positions)
         return DraftStep(self.drafter.spread(self.state[:, i]))
 
     def _in_graph(self, i: int, tokens: Tensor, positions: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
@@ -59,20 +59,15 @@ class DFlash(FolderDrafter):
 
     def read_roots(self, context: Context) -> Tensor:
         self._catch_up(context)
-        self.state = self._block(context.roots, self._roots(context))
+        self.state = self.runtime.run("blocks", self._logits, context.roots, self._roots(context))
         return self.state[:, 0]
 
     def read_nodes(self, context: Context, tree: DraftTree, n_new: int) -> Tensor:
         depth = tree.depth[:, -n_new:, None]
         return self.state.gather(1, depth.expand(-1, -1, self.state.shape[2]))
 
-    def _block(self, roots: Tensor, positions: Tensor) -> Tensor:
-        """Return what the blocks of roots [n] at positions [n] say of their tokens, logits [n, B - 1, K]."""
-        if self.runtime.graphs is None:
-            return self._logits(roots, positions)
-        return self.runtime.graphs.run(("blocks", self.keys.storage), self._logits, roots, positions)
-
     def _logits(self, roots: Tensor, positions: Tensor) -> Tensor:
+        """Return what the blocks of roots [n] at positions [n] say of their tokens, logits [n, B - 1, K]."""
         model, keys, size = self.drafter, self.keys, self.drafter.config.block_tokens
         unmarked = torch.zeros(len(roots), 1, keys.n_marks, dtype=torch.bool, device=roots.device)
         past, seen = keys.context(unmarked, positions)
