@@ -32,14 +32,6 @@ class Budget:
     must_draft = False  # each chain has at least one token: so its acceptance is learnt; trees learn without
     expected = 1.0  # tokens of a row in this step
 
-    def begin(self, costs: Costs) -> None:
-        """Begin a generation whose steps have these costs."""
-        self.costs = costs
-
-    def insist(self, must_draft: bool) -> None:
-        """Require at least one token of each chain from now on, or allow none."""
-        self.must_draft = must_draft
-
 
 class CountingDrafter(Drafter):
     """A method that may learn how often its drafts are accepted."""

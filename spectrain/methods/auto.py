@@ -74,7 +74,7 @@ class Arm:
         """Begin a generation whose steps have these costs, which are learnt under these keys."""
         self.costs, self.keys = costs, keys
         if self.budget is not None:
-            self.budget.begin(costs)
+            self.budget.costs = costs
 
     def cost(self, n_rows: int) -> float:
         """Seconds of its steps over those of plain decoding."""
@@ -283,7 +283,7 @@ class Auto(Chooser):
         else:
             arm.next_trial = self.n_steps + TRIAL_STEPS + self._wait(arm, speeds[best], n_rows)
             if arm.budget is not None:
-                arm.budget.insist(why != "fastest")
+                arm.budget.must_draft = why != "fastest"
         self._turn_to(arm, context)
         speed = speeds[arm]
         self.choice = Choice(arm.name, why, speed if speed < float("inf") else None)
