@@ -18,7 +18,7 @@ from torch import Tensor
 
 from spectrain import kernels
 from spectrain.errors import UserError, check_choice, check_number, check_whole
-from spectrain.kernels import TEMPERATURE, reference
+from spectrain.kernels import reference
 from spectrain.kernels.reference import GAMMA, mixed
 from spectrain.target.device import to_device, without
 
@@ -127,10 +127,6 @@ class RowSampling:
         self.rows = tuple(rows)
         self.options = torch.cat([row.options for row in rows])  # [B, 4]
         self.shares_noise = any(row.shares_noise for row in rows)
-
-    def temperatures(self, device: torch.device | str = "cpu") -> Tensor:
-        """[B] float32; 0 of greedy rows."""
-        return self.options[:, TEMPERATURE].float().to(device)
 
     def warp(self, logits: Tensor) -> Tensor:
         """See `Sampling.warp`; logits are [B, .., V]."""
@@ -280,17 +276,14 @@ class SharedNoise:
     guess whose E is large need not be scored. A key is read as often as somebody draws at its place; so nothing is used
     up.
 
-    Args:
-        generators: one per row, of which only the seed is read.
-        device: where the keys are read.
+    Of a row's generator only the seed is read. `device` is where the keys are read.
     """
 
-    def __init__(self, generators: Sequence[torch.Generator] = (), device: torch.device | str = "cpu"):
-        self.device = torch.device(device)
+    def __init__(self, device: torch.device):
+        self.device = device
         self._host_seeds = torch.zeros(0, dtype=torch.int64)  # [B]
         self._seeds = self._host_seeds.to(device)
         self._places = torch.zeros(0, dtype=torch.int64, device=device)  # [B] where the next token of each row stands
-        self.append(generators, [0] * len(generators))
 
     def append(self, generators: Sequence[torch.Generator], lengths: Sequence[int]) -> None:
         """Add rows at the end, whose texts have these lengths."""

@@ -73,7 +73,7 @@ class LookupDrafter(CountingDrafter):
         n_probes, n_silent = self.probe_shape.n_probes, self.probe_shape.n_silent
 
         def proposed(n_nodes: int, is_deep: bool, context: Context) -> DraftTree:
-            tree = any_tree(context, n_nodes, is_chain=False)
+            tree = any_tree(context, n_nodes)
             tree = replace(tree, max_depth=None) if is_deep else tree
             return replace(tree, probe=self._probes(tree.parents), n_silent=n_silent) if n_probes else tree
 
