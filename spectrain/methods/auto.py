@@ -148,7 +148,7 @@ class Auto(Chooser):
         return arm.reads_states and arm is not self.leader and arm.next_trial > self.n_steps + RESTING
 
     def start(self, target: TargetModel, cache: KVCache) -> None:
-        self._end_block()
+        self._left = 0
         self.n_rows = 0
         for arm in self.arms:
             arm.known = []
@@ -173,7 +173,7 @@ class Auto(Chooser):
         return pad_sequence([one[one >= 0] for one in each], batch_first=True, padding_value=-1)
 
     def prefill(self, context: Context, output: TargetOutput, rows: range) -> None:
-        self._end_block()
+        self._left = 0
         self.n_rows = rows.stop
         for arm in self.taking_part:
             arm.is_behind = True
@@ -228,7 +228,7 @@ class Auto(Chooser):
             self.table.learn(arm.keys[1], n_rows, reads, draft_s)
 
     def free(self, row: int) -> None:
-        self._end_block()
+        self._left = 0
         for arm in self.tried:
             if len(arm.known) == self.n_rows:
                 arm.drafter.free(row)
@@ -239,9 +239,6 @@ class Auto(Chooser):
                     arm.drafter.free(one)
                 arm.known = []
         self.n_rows -= 1
-
-    def _end_block(self) -> None:
-        self._left = 0
 
     def _retry(self, n_rows: int) -> None:
         """Try all methods sooner: text or batch are others now."""
