@@ -308,7 +308,7 @@ class ChainProgram(StepProgram):
         self.drafted = self.hold(torch.zeros(n_rows, n_steps, dtype=torch.int64))
         following = self.tokens, self.positions
         self.numbers = self.hold(torch.zeros(n_rows, n_steps, dtype=torch.int64 if by_noise else torch.float32))
-        self.ends = None if stop is None else DraftEnds(self, stop, n_rows)
+        self.ends = None if stop is None else DraftEnds(self, stop)
         for i in range(n_steps):
             self.embed(model.embed_tokens.weight, self.states[0])
             self.step(is_last=i == n_steps - 1)

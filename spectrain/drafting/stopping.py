@@ -62,11 +62,10 @@ class DraftEnds:
     Args:
         program: of the chains; operations are appended to it.
         rule: ends them.
-        n_rows: n.
     """
 
-    def __init__(self, program: DecoderProgram, rule: StopRule, n_rows: int) -> None:
-        self.program, self.rule, self.n_rows = program, rule, n_rows
+    def __init__(self, program: DecoderProgram, rule: StopRule) -> None:
+        self.program, self.rule, n_rows = program, rule, program.n_rows
         # Of each row: the most tokens that it may draft, those that it has, whether it goes on, and whether its next
         # token is the last.
         self.state = program.hold(torch.zeros(4, n_rows, dtype=torch.int64))
