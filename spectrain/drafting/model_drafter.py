@@ -19,6 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from spectrain.decoding import Context, Verified
+from spectrain.decoding.verify import at_node
 from spectrain.drafting.budget import AUTO, ChainBudget
 from spectrain.drafting.draft_chain import ChainDrafter, Chains, DraftStep, draft_chain
 from spectrain.drafting.runtime import DraftRuntime
@@ -236,7 +237,7 @@ class ModelDrafter(ChainDrafter):
             following = tokens.roll(-1, 1).scatter_(1, accepted[:, None], verified.bonus[:, None])
         states = self.runtime.keep(captured, positions, path, accepted, following)
         if self.drafter.config.previous_state:
-            self.finals[: context.n_rows] = _at(states, accepted)
+            self.finals[: context.n_rows] = at_node(states, accepted)
 
     def read_roots(self, context: Context) -> Tensor:
         self._catch_up(context)
@@ -311,7 +312,7 @@ class ModelDrafter(ChainDrafter):
             following = tokens.gather(1, (positions + 1).clamp_max(tokens.shape[1] - 1))
         states = self.runtime.remember(captured, positions, rows, following)
         if self.drafter.config.previous_state:
-            finals = _at(states, positions.argmax(1))
+            finals = at_node(states, positions.argmax(1))
             self.finals[rows] = torch.where(last >= 0, finals, self.finals[rows])
 
     def free(self, row: int) -> None:
@@ -376,9 +377,3 @@ def _along(path: Tensor, captured: Tensor, positions: Tensor) -> tuple[Tensor, T
     """Return those states [n, A, C, D] and positions [n, A] of a tree that lie on paths [n, A], which end with -1."""
     nodes = path.clamp_min(0)
     return captured.gather(1, nodes[:, :, None, None].expand(-1, -1, *captured.shape[2:])), positions.gather(1, nodes)
-
-
-def _at(states: Tensor, places: Tensor) -> Tensor:  # [n, P, D], [n] -> [n, D]
-    if len(places) == 1 and places.device.type == "cpu":
-        return states[:, int(places[0])]
-    return states.gather(1, places[:, None, None].expand(-1, 1, states.shape[-1]))[:, 0]
