@@ -76,14 +76,8 @@ class SpectraCore(ProbingDrafter):
         UserError: max_nodes has no room for one candidate.
     """
 
-    def __init__(
-        self,
-        options: CoreOptions | None = None,
-        max_nodes: int | str | None = None,
-        retriever: Retriever | None = None,
-    ):
-        self.options = options = options or CoreOptions()
-        self.retriever = retriever
+    def __init__(self, options: CoreOptions, max_nodes: int | str | None = None, retriever: Retriever | None = None):
+        self.options, self.retriever = options, retriever
         self.describe(store=None if retriever is None else retriever.store)
         N, W, G = options.ngram_tokens, options.pool_sequences, options.max_guesses
         all_nodes = 1 + (N - 1) * W + (N - 1) * (G - 1) + N
