@@ -18,7 +18,7 @@ from torch import Tensor
 from spectrain.kernels.cpu import operations as ops
 from spectrain.kernels.cpu import products, tiles
 from spectrain.kernels.cpu.attention import CHUNK
-from spectrain.kernels.cpu.running import Table, product_lines
+from spectrain.kernels.cpu.running import Table, line_of, product_lines
 from spectrain.kernels.cpu.warping import N_OPTIONS, warping_bytes
 
 MOST_TOKENS = 64  # of a forward
@@ -78,37 +78,34 @@ class Program:
         self._lines[place][ops.GOES_ON] = 1
         return place
 
-    def _add(self, operation: Callable | int, *arguments: int | Tensor | None) -> int:
+    def _add(self, operation: Callable | int, *arguments: int | Tensor | None, pieces: int = 0) -> int:
         """Append an operation. Return its place."""
-        numbers = []
-        for value in arguments:
-            if isinstance(value, Tensor):
-                self.hold(value.detach())  # the memory itself: a parameter may get another
-            numbers.append(value.data_ptr() if isinstance(value, Tensor) else value or 0)
+        self._hold_memory(*arguments)
         kind = operation if isinstance(operation, int) else ops.kind_of(operation)
-        self._lines.append([kind, *numbers, *[0] * (ops.GOES_ON - len(numbers))])
-        self._lines[-1][ops.PIECES] = self.n_threads
+        self._lines.append(line_of(kind, *arguments, pieces=pieces))
         return len(self._lines) - 1
+
+    def _hold_memory(self, *arguments: int | Tensor | None) -> None:
+        """Keep the memory of tensors, not the tensors themselves: a parameter may get another."""
+        self._kept += [one.detach() for one in arguments if isinstance(one, Tensor)]
 
     def product(self, x: Tensor, weight: Tensor, y: Tensor, scale: Tensor | None = None) -> int:
         """y [M, N] = x [M, K] @ weight [N, K].T, times scale [N]."""
-        for values in (x, weight, y, *([] if scale is None else [scale])):
-            self.hold(values.detach())
+        self._hold_memory(x, weight, y, scale)
         packed = splitting = None
         if tiles.takes(x, weight):
             packed = self._shared("packed", tiles.packed_size(*x.shape))
             splitting = self.hold(tiles.splitting(x, packed))
         lines, own_bytes = product_lines(x, weight, scale, y, self.n_threads, packed, splitting)
         self.own_bytes = max(self.own_bytes, own_bytes)
-        self._lines += [[*line, 0] for line in lines]
+        self._lines += lines
         return len(self._lines) - 1
 
     def norm(self, x: Tensor, added: Tensor | None, weight: Tensor, y: Tensor) -> int:
         """x += added, then y = RMSNorm(x) [M, D]. x and y may be columns of wider matrices."""
         sizes = x.shape[1], x.shape[0], x.stride(0), y.stride(0)
-        place = self._add(ops.norm, x, added, weight, y, self._eps, *sizes)
-        self._lines[place][ops.PIECES] = min(self.n_threads, len(x))  # no piece is without a row
-        return place
+        pieces = min(self.n_threads, len(x))  # none is without a row
+        return self._add(ops.norm, x, added, weight, y, self._eps, *sizes, pieces=pieces)
 
     def embed(self, table: Tensor, x: Tensor) -> int:
         """Write the rows of a table, float32 or bfloat16, of `tokens` to x [M, D]."""
