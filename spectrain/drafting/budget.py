@@ -129,12 +129,7 @@ class ChainBudget(Budget, Counts):
 
 
 class TreeBudget(Budget, Ranking):
-    """A ranking of candidates that also chooses how many of the likeliest ones are scored.
-
-    Args:
-        priors: see `Ranking`.
-        most_nodes: see `Ranking`.
-    """
+    """A `Ranking` of candidates that also chooses how many of the likeliest ones are scored."""
 
     WIDTHS = np.array([1, 2, 3, 4, 5, 6, 7, 8, 10, 12, 14, 16, 20, 24, 28, 32, 40, 48, 56, 63])  # few: each is compiled
     FEWEST_CANDIDATES = 8

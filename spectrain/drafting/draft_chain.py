@@ -72,11 +72,9 @@ class ChainDrafter(CountingDrafter):
         goes on. A graph has the sampling inside, which must be one for all rows.
 
         Args:
-            graphs: of the target.
             key: see `Graphs.run`.
             read: `read(i, tokens [n, m], positions [n], state [n, D])` says what the drafter does: logits [n, V] and
                 the next state. It reads the roots where i is 0, and then single tokens.
-            context: of the active rows.
             n_steps: tokens of the longest chain.
             lengths: [n] int64 most tokens of each row; None: n_steps.
             tokens: [n, m] int64 that are read first, the root last.
@@ -212,7 +210,6 @@ def draft_chain(
     they go on, and what it computes there is never read.
 
     Args:
-        context: of the active rows.
         gamma: most tokens per row.
         first: what the drafter says after each root.
         step: what it says after draft tokens [n], which are the i-th (from 1) of their chains. Not called on the last

@@ -143,7 +143,6 @@ class LookupDrafter(CountingDrafter):
         """The trees of a batch: all candidates, or those that pay, padded to the largest.
 
         Args:
-            context: of the step.
             drafts: [n, 4, N] int64, tokens, parents, sources and kinds of the nodes: the root, the probes, then
                 candidates, parents before children.
             sizes: [n, 2] int64, how many of a row's nodes there are, and its depth.

@@ -54,7 +54,6 @@ def next_read(likely, others, drafts, new, stops, n_scored, chosen):
         drafts: [n, 4, N] int64.
         new: the first node of the level, and the end.
         stops: [E] int64 tokens that end a text.
-        n_scored: see above.
         chosen: [n, B] int64, filled with the likeliest ones in their order.
 
     Returns:

@@ -24,12 +24,7 @@ from spectrain.target.masks import Nodes
 
 
 class DraftRuntime:
-    """A drafter and the keys of its rows.
-
-    Args:
-        model: the drafter, where it drafts.
-        keys: of its blocks.
-    """
+    """A drafter where it drafts, and the keys of its rows."""
 
     graphs: Graphs | None = None  # that run its steps on a GPU; None: they run as they are
     kernels: ModuleType | None = None  # whose kernels run them on a GPU; None: torch does
@@ -77,8 +72,7 @@ class DraftRuntime:
         """Read m nodes of each row, which do not see each other, and store what later nodes see of them.
 
         Args:
-            tokens: [n, m] int64.
-            positions: [n, m] int64.
+            tokens, positions: [n, m] int64.
             slots: [n, m] int64, where their own K/V go, and then those of their memories.
             seen: [n, m, S] bool, the slots that each node sees; its own one, where it sees itself.
             above: [n, m, D] final states of their parents, which not every drafter reads.
@@ -284,9 +278,6 @@ class ChainProgram(StepProgram):
     """A chain of draft steps of B rows, each of which reads what the one before it drafted.
 
     Args:
-        model: the drafter.
-        keys: of its rows.
-        n_rows: B.
         n_steps: most tokens of a chain.
         by_noise: whether the steps draw their tokens by shared noise; None: greedily.
         stop: ends chains before n_steps tokens; a rule that compiles.
@@ -327,13 +318,11 @@ class ChainProgram(StepProgram):
     def draft(
         self, roots: Tensor, positions: Tensor, previous: Tensor, numbers: Tensor | None
     ) -> tuple[Tensor, Tensor | None, Tensor | None]:
-        """Draft tokens behind roots [B] at positions [B], one after the other.
+        """Draft tokens behind roots [B] int64 at positions [B] int64, one after the other.
 
         Where a rule ends the drafts, `ends.begin` comes before.
 
         Args:
-            roots: int64.
-            positions: int64.
             previous: [B, D] the target's final states before the roots, which not every drafter reads.
             numbers: [B, n_steps] that tokens are drawn by; None: they are the likeliest.
 

@@ -57,12 +57,7 @@ class StopRule:
 
 
 class DraftEnds:
-    """Ends the chains of n rows within the program that drafts them: what it must know of each row, and the operations.
-
-    Args:
-        program: of the chains; operations are appended to it.
-        rule: ends them.
-    """
+    """Ends chains by a rule within the program that drafts them: what it must know of each row, and the operations."""
 
     def __init__(self, program: DecoderProgram, rule: StopRule) -> None:
         self.program, self.rule, n_rows = program, rule, program.n_rows

@@ -192,10 +192,7 @@ class WholeKeys(WindowKeys):
 def kind_of_keys(window: Window, gamma: int, capacity: int) -> tuple[type[WindowKeys], int]:
     """Return how a drafter's keys are kept, and how many positions behind the sinks have a slot.
 
-    Args:
-        window: what a token sees.
-        gamma: most tokens of a chain.
-        capacity: tokens of the longest text; 0: it is not known.
+    A chain has at most `gamma` tokens, and the longest text `capacity`; 0: it is not known.
     """
     most = window.shape.max_positions
     if window.window_tokens < min(capacity or most, most) or window.sink_tokens or not window.own_key:

@@ -128,13 +128,9 @@ class SpectraCore(ProbingDrafter):
 
 
 class CoreRow:
-    """Candidates and dictionaries of one row.
+    """W candidates and the dictionaries of one row.
 
-    Args:
-        tokens: the prompt and the first token, the root.
-        options: see there.
-        n_candidates: W.
-        tail_tokens: last tokens of the text that someone else wants to read in `tail`.
+    `tokens` are the prompt and the first token, the root. Of the text, the last `tail_tokens` can be read in `tail`.
     """
 
     def __init__(self, tokens: list[int], options: CoreOptions, n_candidates: int, tail_tokens: int = 0):

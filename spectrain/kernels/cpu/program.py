@@ -26,13 +26,7 @@ MOST_PROGRAMS = 96  # kept
 
 
 class Program:
-    """Operations on fixed buffers, for M tokens: B rows of n.
-
-    Args:
-        n_rows: B.
-        n_tokens: n.
-        eps: of all norms.
-    """
+    """Operations on fixed buffers, for M tokens: B rows of n. All norms have the same `eps`."""
 
     def __init__(self, n_rows: int, n_tokens: int, eps: float = 1e-5) -> None:
         self.n_rows, self.n = n_rows, n_tokens
@@ -134,8 +128,7 @@ class Program:
             norms: weights [E] of the norms of queries and keys.
             rope: as `angles` writes it.
             queries: [M, H E], where they go.
-            keys: [B, K, S, E], into whose `slots` they go; so do the values.
-            values: likewise.
+            keys, values: [B, K, S, E], into whose `slots` they go.
         """
         n_kv, size, m = keys.shape[1], keys.shape[3], len(joined)
         n_query = joined.shape[1] // size - 2 * n_kv if queries is not None else 0

@@ -238,8 +238,7 @@ def accept(
     """Judge the trees of B rows. Return path [B, N], accepted, bonus, and how many numbers were read, [B] each; int64.
 
     Args:
-        tokens: [B, N] int64.
-        parents: [B, N] int64.
+        tokens, parents: [B, N] int64.
         logits: [B, N, V] float32 of the target.
         options: see `warp_and_draw`.
         numbers: [B, n] of each row, as many as it may read.
