@@ -70,12 +70,6 @@ class Arm:
         self.budget = None if self.counting is None else self.counting.budget
         self.reads_states = bool(self.drafter.method.capture_layers)
 
-    def price(self, costs: Costs, keys: tuple[str, str]) -> None:
-        """Begin a generation whose steps have these costs, which are learnt under these keys."""
-        self.costs, self.keys = costs, keys
-        if self.budget is not None:
-            self.budget.costs = costs
-
     def cost(self, n_rows: int) -> float:
         """Seconds of its steps over those of plain decoding."""
         n_steps, _, nodes, reads = self.sums
@@ -132,8 +126,10 @@ class Auto(Chooser):
         if target.leads:
             table.keep(KEEP_S)
         for arm in self.tried:
-            costs = table.costs(target, sampling, n_rows, arm.drafter)
-            arm.price(costs, table.keys_of(arm.drafter, sampling))
+            arm.costs = table.costs(target, sampling, n_rows, arm.drafter)
+            arm.keys = table.keys_of(arm.drafter, sampling)
+            if arm.budget is not None:
+                arm.budget.costs = arm.costs
         self._retry(n_rows)
         # With graphs all do: what is captured belongs to what was recorded.
         self.taking_part = [arm for arm in self.arms if target.graphs is not None or not self._rests(arm)]
