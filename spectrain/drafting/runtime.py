@@ -228,7 +228,7 @@ class StepProgram(DecoderProgram):
                 self.goes_on(self.copy(self.states[i], self.states[i + 1]))
                 self.linear(self.normed, block.qkv, self.qkv)
             self.split(block, store.keys, store.values)
-            self.attend_to(store.keys, store.values, seen, seen.shape[2])
+            self.attend(self.queries, store.keys, store.values, self.attended, seen)
             self.x = self.states[i + 1]
             self.mlp(block)
             added = self.added

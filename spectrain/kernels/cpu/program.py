@@ -138,8 +138,8 @@ class Program:
             *(None if bias is None else bias.float(), *norms, self._eps, *sizes),
         )
 
-    def attend(self, queries: Tensor, keys: Tensor, values: Tensor, attended: Tensor, seen: Tensor, n_seen: int) -> int:
-        """Attend to slots up to `lengths`, then to the next n_seen ones as flags [B or 1, n, n_seen] say.
+    def attend(self, queries: Tensor, keys: Tensor, values: Tensor, attended: Tensor, seen: Tensor) -> int:
+        """Attend to slots up to `lengths`, then to the next W ones as flags seen [B or 1, n, W] say.
 
         queries and attended: [M, H E]; keys and values: [B, K, S, E].
         """
@@ -151,7 +151,7 @@ class Program:
         kernels = self.hold(torch.tensor(products.attention_kernels())) if products.mixes(size) else None
         heads = n_query, n_kv, size
         place = self._add(
-            *(ops.attend, queries, keys, values, parts, self.lengths, seen, stride, n_seen, self.n, *heads),
+            *(ops.attend, queries, keys, values, parts, self.lengths, seen, stride, seen.shape[2], self.n, *heads),
             *(keys.stride(0), keys.stride(1), self.n_rows, scores, scale, kernels),
         )
         self._add(ops.combine, parts, attended, self.n, *heads, self.n_rows)
