@@ -109,7 +109,12 @@ class Sampling:
         The numbers [B] are float32 in [0, 1) of `Uniforms`, or int64 of `SharedNoise`. Returns the tokens [B] int64,
         and the probabilities [B, V] they were drawn from (None when greedy).
         """
-        return (argmax(logits), None) if self.greedy else _drawn(self, logits, uniforms)
+        if self.greedy:
+            return argmax(logits), None
+        if kernels.reads(logits):
+            return kernels.warp_and_draw(logits, self.options, uniforms)
+        probs = self.warp(logits)
+        return draw_token(probs, uniforms), probs
 
 
 class RowSampling:
@@ -122,6 +127,7 @@ class RowSampling:
     """
 
     greedy = False
+    draw = Sampling.draw
 
     def __init__(self, rows: Sequence[Sampling]) -> None:
         self.rows = tuple(rows)
@@ -137,17 +143,6 @@ class RowSampling:
             own = to_device(torch.tensor([row == sampling for row in self.rows]).nonzero()[:, 0], logits.device)
             probs[own] = sampling.warp(logits[own])
         return probs
-
-    def draw(self, logits: Tensor, uniforms: Tensor) -> tuple[Tensor, Tensor]:
-        """See `Sampling.draw`."""
-        return _drawn(self, logits, uniforms)
-
-
-def _drawn(sampling: Sampling | RowSampling, logits: Tensor, uniforms: Tensor) -> tuple[Tensor, Tensor]:
-    if kernels.reads(logits):
-        return kernels.warp_and_draw(logits, sampling.options, uniforms)
-    probs = sampling.warp(logits)
-    return draw_token(probs, uniforms), probs
 
 
 def sampling_of(rows: Sequence[Sampling]) -> Sampling | RowSampling:
@@ -316,8 +311,7 @@ class SharedNoise:
         places = torch.tensor(lengths)[:, None] + torch.arange(count)
         return mixed(self._host_seeds[:, None] + places * GAMMA)
 
-    def skip(self, used: int | Tensor, most: int) -> None:
-        pass
+    def skip(self, *_: object) -> None:
+        """Nothing is used up."""
 
-    def reserve(self, count: int) -> None:
-        pass
+    reserve = skip
