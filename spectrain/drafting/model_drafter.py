@@ -22,7 +22,7 @@ from spectrain.decoding import Context, Verified
 from spectrain.decoding.verify import at_node
 from spectrain.drafting.budget import AUTO, ChainBudget
 from spectrain.drafting.draft_chain import ChainDrafter, Chains, DraftStep, draft_chain
-from spectrain.drafting.runtime import DraftRuntime
+from spectrain.drafting.runtime import DraftNodes, DraftRuntime
 from spectrain.drafting.stopping import StopRule
 from spectrain.drafting.window_keys import WindowKeys, kind_of_keys
 from spectrain.errors import UserError, check_whole
@@ -252,7 +252,7 @@ class ModelDrafter(ChainDrafter):
         parents = tree.parents[:, -n_new:].clamp_min(0)
         above = self.state.gather(1, parents[:, :, None].expand(-1, -1, self.state.shape[2]))
         seen, slots, lengths = self.keys.read_by(tree, roots, n_new)
-        logits, states = self.runtime.read(tokens, positions, slots, seen, above, lengths)
+        logits, states = self.runtime.read(DraftNodes(tokens, positions, slots, seen, above, lengths))
         self.state = states if n_nodes == n_new else torch.cat([self.state, states], dim=1)
         return logits
 
