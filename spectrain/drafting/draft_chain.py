@@ -62,9 +62,7 @@ class ChainDrafter(CountingDrafter):
         context: Context,
         n_steps: int,
         lengths: Tensor | None,
-        tokens: Tensor,
-        positions: Tensor,
-        state: Tensor,
+        starts: tuple[Tensor, Tensor, Tensor],
     ) -> Chains:
         """Draw chains by a CUDA graph, as `draft_chain` has it of `whole`.
 
@@ -77,9 +75,8 @@ class ChainDrafter(CountingDrafter):
                 the next state. It reads the roots where i is 0, and then single tokens.
             n_steps: tokens of the longest chain.
             lengths: [n] int64 most tokens of each row; None: n_steps.
-            tokens: [n, m] int64 that are read first, the root last.
-            positions: [n] int64 of the first of these.
-            state: [n, D] that is read with them.
+            starts: tokens [n, m] int64 that are read first, the root last; the positions [n] int64 of the first of
+                these; and the state [n, D] that is read with them.
         """
         sampling, uniforms, n_rows, stop = context.sampling, context.uniforms, context.n_rows, self.stop
         width = n_steps if stop is None else min(PIECE, n_steps)
@@ -112,7 +109,7 @@ class ChainDrafter(CountingDrafter):
             after = [] if stop is None else [tokens, positions, state, going, drafted, *rule]
             return [torch.stack(found, dim=1), *probs, *after]
 
-        inputs, found, probs = [tokens, positions, state], [], []
+        inputs, found, probs = starts, [], []
         if stop is not None:
             room = context.lengths.new_full((n_rows,), n_steps) if lengths is None else lengths
             rule = [room > 0, torch.zeros_like(room), room, context.stop_ids.expand(n_rows, -1)]

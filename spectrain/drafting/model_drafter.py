@@ -349,7 +349,7 @@ class ModelDrafter(ChainDrafter):
     def _graph_chain(self, context: Context, n_steps: int, lengths: Tensor | None) -> Chains:
         starts = context.roots[:, None], self._roots(context), self.state
         key = "chain", self.keys.storage
-        return self.replayed(self.runtime.graphs, key, self._in_graph, context, n_steps, lengths, *starts)
+        return self.replayed(self.runtime.graphs, key, self._in_graph, context, n_steps, lengths, starts)
 
     def _in_graph(self, i: int, tokens: Tensor, positions: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
         """What a graph records of `_next`; see `replayed`."""
