@@ -36,7 +36,7 @@ class DraftNodes(NamedTuple):
 
 
 class DraftRuntime:
-    """A drafter where it drafts, and the keys of its rows."""
+    """A drafter as it drafts, and the keys of its rows."""
 
     graphs: Graphs | None = None  # that run its steps on a GPU; None: they run as they are
     kernels: ModuleType | None = None  # whose kernels run them on a GPU; None: torch does

@@ -41,7 +41,7 @@ class DFlash(FolderDrafter):
     @classmethod
     def for_trees(cls, target: TargetModel, drafter: str, levels: int, branches: int, **options: object) -> DFlash:
         """Nodes of one depth have the same candidates. A tree has no more levels than k."""
-        loaded = load(Path(drafter), target)
+        loaded = cls.load(Path(drafter), target)
         return cls(loaded, min(levels, loaded.config.k), **options)
 
     @staticmethod
