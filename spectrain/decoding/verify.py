@@ -32,11 +32,14 @@ class Verified:
     bonus: Tensor  # [B] int64 token drawn from the target behind the last accepted node: the next root
     is_moved: bool = False  # whether the accepted nodes stand in order in the cache already
 
+    @property
+    def last(self) -> Tensor:
+        """[B] int64: the last node of each path, whose logits the bonus was drawn from."""
+        return self.path.gather(1, self.accepted[:, None])[:, 0]
+
     def last_logits(self, logits: Tensor) -> Tensor:
-        """Of logits [B, N, V], return those that the bonus was drawn from, [B, V]: of the last node of each path."""
-        if logits.shape[1] == 1:
-            return logits[:, 0]
-        return at_node(logits, self.path.gather(1, self.accepted[:, None])[:, 0])
+        """Of logits [B, N, V], return those that the bonus was drawn from, [B, V]."""
+        return logits[:, 0] if logits.shape[1] == 1 else at_node(logits, self.last)
 
 
 def is_replayed(sampling: Sampling, n_rows: int, n_nodes: int, vocab_size: int) -> bool:
