@@ -71,8 +71,8 @@ class Table:
 
     def __init__(self, lines: Sequence[Sequence[int]], n_threads: int, own_bytes: int = 0) -> None:
         self.lines, self.n_threads = np.array(lines, dtype=np.int64), n_threads
-        pieces = self.lines[:, PIECES]
-        pieces[pieces == 0] = n_threads
+        for line in self.lines:
+            line[PIECES] = line[PIECES] or n_threads
         own_bytes = -(-own_bytes // LINE_BYTES) * LINE_BYTES
         self._states, states = _aligned(len(lines) * STATE_BYTES)
         self._own, own = _aligned(n_threads * own_bytes)
