@@ -149,7 +149,7 @@ class AnyTrees(Drafter):
     """Binary trees of any tokens."""
 
     def propose(self, context: Context) -> DraftTree:
-        return any_tree(context, TREE_NODES, is_chain=False)
+        return any_tree(context, TREE_NODES)
 
 
 @dataclass(frozen=True)

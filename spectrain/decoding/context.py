@@ -98,12 +98,14 @@ class Context:
     def until_end(self, tokens: Tensor) -> Tensor | None:
         """Count the draft tokens of each row of [n, g] up to and including the first that ends its text: [n] int64.
 
-        None: no row's text ends.
+        It is g where none does. None: no row's text ends.
         """
         host_can_look = self.device.type == "cpu" or not self._stop_ids
         if host_can_look and self.ends(tokens.flatten()) is None:
             return None
-        return until_end(tokens, self.stop_ids)
+        is_end = (tokens[:, :, None] == self.stop_ids).any(-1)
+        numbers = torch.arange(1, tokens.shape[1] + 1, device=tokens.device)
+        return torch.where(is_end, numbers, tokens.shape[1]).amin(1)
 
     def draw_roots(self, rows: range, logits: Tensor) -> Tensor:
         """Draw the first tokens [R] int64 of new rows, which stand at the end, from logits [R, V]."""
@@ -172,10 +174,3 @@ class Context:
             values[row] = values[-1]
             values.pop()
         self.sampling = sampling_of(self._samplings or [self._default])
-
-
-def until_end(tokens: Tensor, stop_ids: Tensor) -> Tensor:
-    """Count the tokens of each row of [n, g] up to and including the first of stop_ids [E]; g where there is none."""
-    is_end = (tokens[:, :, None] == stop_ids).any(-1)
-    numbers = torch.arange(1, tokens.shape[1] + 1, device=tokens.device)
-    return torch.where(is_end, numbers, tokens.shape[1]).amin(1)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 from transformers import PreTrainedTokenizerBase
@@ -16,23 +16,14 @@ OF_STEP = STAGES[:-1]
 LOOKED_UP = (Source.FORWARD, Source.BACKWARD, Source.INPUT, Source.DATASTORE)  # found in a table, not computed
 
 
-@dataclass(frozen=True)
+@dataclass
 class Choice:
-    """The method that drafts a step, of several."""
+    """The method, of several, that drafts steps in a row for one reason."""
 
     method: str
     why: str  # "first": it is not known well enough yet; "trial": whether it is faster by now; "fastest"
-    speed: float | None = None  # over that of plain decoding, as it was known when it was chosen
-
-
-@dataclass
-class Choices:
-    """Steps in a row that one method drafted for one reason."""
-
-    method: str
-    why: str
-    speed: float | None  # when it was chosen last
-    steps: int = 0
+    speed: float | None = None  # over that of plain decoding, as it was known when it was chosen last
+    steps: int = 1
 
 
 @dataclass
@@ -52,7 +43,7 @@ class Generation:
     steps_by_depth: list[int] = field(default_factory=list)  # [d - 1]: steps that drafted a node at depth d
     retrieval_hits: int = 0  # steps that drafted a node of a source in LOOKED_UP
     sources: list[int] = field(default_factory=list)  # Source of each token
-    choices: list[Choices] = field(default_factory=list)  # where the drafter chooses among methods
+    choices: list[Choice] = field(default_factory=list)  # where the drafter chooses among methods
     cached_tokens: int = 0  # of the prompt, which were not read because an earlier text began alike
     elapsed_s: float = 0.0
     prefill_s: float = 0.0
@@ -62,9 +53,9 @@ class Generation:
         """Add a step that this method drafted."""
         last = self.choices[-1] if self.choices else None
         if last is None or (last.method, last.why) != (choice.method, choice.why):
-            last = Choices(choice.method, choice.why, choice.speed)
-            self.choices.append(last)
-        last.steps, last.speed = last.steps + 1, choice.speed
+            self.choices.append(replace(choice))
+        else:
+            last.steps, last.speed = last.steps + 1, choice.speed
 
     def count_drafted(self, by_source: Sequence[int], by_depth: Sequence[int]) -> None:
         """Add a step's drafted nodes, counted by Source and by depth (from 0)."""

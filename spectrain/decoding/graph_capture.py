@@ -87,14 +87,12 @@ class _Rehearsal(Drafter):
         self.propose, self.prefill, self.observe = way, inner.prefill, inner.observe
 
 
-def any_tree(context: Context, n_nodes: int, is_chain: bool) -> DraftTree:
-    """Return chains, or binary trees, of any tokens."""
+def any_tree(context: Context, n_nodes: int) -> DraftTree:
+    """Return binary trees of any tokens."""
     if n_nodes == 1:
         return DraftTree.root_only(context.roots)
     places = torch.arange(n_nodes, device=context.device)
     tokens = (context.roots[:, None] + places) % 7
-    if is_chain:
-        return DraftTree.chain(context.roots, tokens[:, 1:], source=Source.INPUT)
     tokens[:, 0] = context.roots
     parents = (places - 1).div(2, rounding_mode="floor").expand(context.n_rows, -1)  # -1 at the root
     return DraftTree(tokens, parents, torch.full_like(tokens, int(Source.INPUT)), max_depth=n_nodes.bit_length() - 1)

@@ -78,12 +78,9 @@ class Batch:
 
     @torch.inference_mode()
     def join(self, rows: Sequence[Row], output: TargetOutput, read_s: float) -> list[Emitted]:
-        """Add rows at the end, whose prompts the target has read into the cache, and draw their first tokens.
+        """Add rows at the end, and draw their first tokens.
 
-        Args:
-            rows: that join.
-            output: of the target's `reading`.
-            read_s: seconds that it took.
+        The target has read their prompts into the cache: `output` is that of its `reading`, which took `read_s`.
         """
         context, began_s = self.context, self.clock.now - read_s
         new = range(len(self.rows), len(self.rows) + len(rows))

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from spectrain import kernels
 from spectrain.errors import UserError, check_choice, check_number, check_whole
-from spectrain.kernels import TEMPERATURE, reference
+from spectrain.kernels import reference
 from spectrain.kernels.reference import GAMMA, mixed
 from spectrain.target.device import to_device, without
 
@@ -109,7 +109,12 @@ class Sampling:
         The numbers [B] are float32 in [0, 1) of `Uniforms`, or int64 of `SharedNoise`. Returns the tokens [B] int64,
         and the probabilities [B, V] they were drawn from (None when greedy).
         """
-        return (argmax(logits), None) if self.greedy else _drawn(self, logits, uniforms)
+        if self.greedy:
+            return argmax(logits), None
+        if kernels.reads(logits):
+            return kernels.warp_and_draw(logits, self.options, uniforms)
+        probs = self.warp(logits)
+        return draw_token(probs, uniforms), probs
 
 
 class RowSampling:
@@ -122,15 +127,12 @@ class RowSampling:
     """
 
     greedy = False
+    draw = Sampling.draw
 
     def __init__(self, rows: Sequence[Sampling]) -> None:
         self.rows = tuple(rows)
         self.options = torch.cat([row.options for row in rows])  # [B, 4]
         self.shares_noise = any(row.shares_noise for row in rows)
-
-    def temperatures(self, device: torch.device | str = "cpu") -> Tensor:
-        """[B] float32; 0 of greedy rows."""
-        return self.options[:, TEMPERATURE].float().to(device)
 
     def warp(self, logits: Tensor) -> Tensor:
         """See `Sampling.warp`; logits are [B, .., V]."""
@@ -141,17 +143,6 @@ class RowSampling:
             own = to_device(torch.tensor([row == sampling for row in self.rows]).nonzero()[:, 0], logits.device)
             probs[own] = sampling.warp(logits[own])
         return probs
-
-    def draw(self, logits: Tensor, uniforms: Tensor) -> tuple[Tensor, Tensor]:
-        """See `Sampling.draw`."""
-        return _drawn(self, logits, uniforms)
-
-
-def _drawn(sampling: Sampling | RowSampling, logits: Tensor, uniforms: Tensor) -> tuple[Tensor, Tensor]:
-    if kernels.reads(logits):
-        return kernels.warp_and_draw(logits, sampling.options, uniforms)
-    probs = sampling.warp(logits)
-    return draw_token(probs, uniforms), probs
 
 
 def sampling_of(rows: Sequence[Sampling]) -> Sampling | RowSampling:
@@ -280,17 +271,14 @@ class SharedNoise:
     guess whose E is large need not be scored. A key is read as often as somebody draws at its place; so nothing is used
     up.
 
-    Args:
-        generators: one per row, of which only the seed is read.
-        device: where the keys are read.
+    Of a row's generator only the seed is read. `device` is where the keys are read.
     """
 
-    def __init__(self, generators: Sequence[torch.Generator] = (), device: torch.device | str = "cpu"):
-        self.device = torch.device(device)
+    def __init__(self, device: torch.device):
+        self.device = device
         self._host_seeds = torch.zeros(0, dtype=torch.int64)  # [B]
         self._seeds = self._host_seeds.to(device)
         self._places = torch.zeros(0, dtype=torch.int64, device=device)  # [B] where the next token of each row stands
-        self.append(generators, [0] * len(generators))
 
     def append(self, generators: Sequence[torch.Generator], lengths: Sequence[int]) -> None:
         """Add rows at the end, whose texts have these lengths."""
@@ -323,8 +311,7 @@ class SharedNoise:
         places = torch.tensor(lengths)[:, None] + torch.arange(count)
         return mixed(self._host_seeds[:, None] + places * GAMMA)
 
-    def skip(self, used: int | Tensor, most: int) -> None:
-        pass
+    def skip(self, *_: object) -> None:
+        """Nothing is used up."""
 
-    def reserve(self, count: int) -> None:
-        pass
+    reserve = skip

@@ -39,7 +39,7 @@ class Verified:
 
     def last_logits(self, logits: Tensor) -> Tensor:
         """Of logits [B, N, V], return those that the bonus was drawn from, [B, V]."""
-        return logits[:, 0] if logits.shape[1] == 1 else _at(logits, self.last)
+        return logits[:, 0] if logits.shape[1] == 1 else at_node(logits, self.last)
 
 
 def is_replayed(sampling: Sampling, n_rows: int, n_nodes: int, vocab_size: int) -> bool:
@@ -193,8 +193,8 @@ def _verify_chain(tree: DraftTree, logits: Tensor, sampling: Sampling, numbers: 
     q = tree.probs
     rule = _accept_block if verification == "block" else _accept_tokens
     last, mass = rule(tree, p, numbers[:, :-1])
-    p_last = _at(p, last)
-    q_next = _at(q, (last + 1).clamp_max(n_nodes - 1))
+    p_last = at_node(p, last)
+    q_next = at_node(q, (last + 1).clamp_max(n_nodes - 1))
     residual = (mass[:, None] * p_last - q_next).clamp_min(0)  # norm(max(0, P p - q)); draw_token does the normalising
     use_residual = (last < lengths) & (residual.sum(-1) > 0)  # a residual of 0 falls back to p
     weights = torch.where(use_residual[:, None], residual, p_last)
@@ -241,8 +241,8 @@ def _of_drafted(tree: DraftTree, p: Tensor) -> tuple[Tensor, Tensor]:
     return p[:, :-1].gather(-1, drafted)[..., 0], tree.probs[:, 1:].gather(-1, drafted)[..., 0]
 
 
-def _at(values: Tensor, node: Tensor) -> Tensor:
-    """values [B, N, V] at node [B]: [B, V]."""
+def at_node(values: Tensor, node: Tensor) -> Tensor:
+    """Return values [B, N, V] at node [B]: [B, V]."""
     if len(node) == 1 and node.device.type == "cpu":
         return values[:, int(node)]
     return values[torch.arange(len(node), device=node.device), node]

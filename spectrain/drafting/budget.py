@@ -32,14 +32,6 @@ class Budget:
     must_draft = False  # each chain has at least one token: so its acceptance is learnt; trees learn without
     expected = 1.0  # tokens of a row in this step
 
-    def begin(self, costs: Costs) -> None:
-        """Begin a generation whose steps have these costs."""
-        self.costs = costs
-
-    def insist(self, must_draft: bool) -> None:
-        """Require at least one token of each chain from now on, or allow none."""
-        self.must_draft = must_draft
-
 
 class CountingDrafter(Drafter):
     """A method that may learn how often its drafts are accepted."""
@@ -137,12 +129,7 @@ class ChainBudget(Budget, Counts):
 
 
 class TreeBudget(Budget, Ranking):
-    """A ranking of candidates that also chooses how many of the likeliest ones are scored.
-
-    Args:
-        priors: see `Ranking`.
-        most_nodes: see `Ranking`.
-    """
+    """A `Ranking` of candidates that also chooses how many of the likeliest ones are scored."""
 
     WIDTHS = np.array([1, 2, 3, 4, 5, 6, 7, 8, 10, 12, 14, 16, 20, 24, 28, 32, 40, 48, 56, 63])  # few: each is compiled
     FEWEST_CANDIDATES = 8

@@ -62,9 +62,7 @@ class ChainDrafter(CountingDrafter):
         context: Context,
         n_steps: int,
         lengths: Tensor | None,
-        tokens: Tensor,
-        positions: Tensor,
-        state: Tensor,
+        starts: tuple[Tensor, Tensor, Tensor],
     ) -> Chains:
         """Draw chains by a CUDA graph, as `draft_chain` has it of `whole`.
 
@@ -72,16 +70,13 @@ class ChainDrafter(CountingDrafter):
         goes on. A graph has the sampling inside, which must be one for all rows.
 
         Args:
-            graphs: of the target.
             key: see `Graphs.run`.
             read: `read(i, tokens [n, m], positions [n], state [n, D])` says what the drafter does: logits [n, V] and
                 the next state. It reads the roots where i is 0, and then single tokens.
-            context: of the active rows.
             n_steps: tokens of the longest chain.
             lengths: [n] int64 most tokens of each row; None: n_steps.
-            tokens: [n, m] int64 that are read first, the root last.
-            positions: [n] int64 of the first of these.
-            state: [n, D] that is read with them.
+            starts: tokens [n, m] int64 that are read first, the root last; the positions [n] int64 of the first of
+                these; and the state [n, D] that is read with them.
         """
         sampling, uniforms, n_rows, stop = context.sampling, context.uniforms, context.n_rows, self.stop
         width = n_steps if stop is None else min(PIECE, n_steps)
@@ -114,7 +109,7 @@ class ChainDrafter(CountingDrafter):
             after = [] if stop is None else [tokens, positions, state, going, drafted, *rule]
             return [torch.stack(found, dim=1), *probs, *after]
 
-        inputs, found, probs = [tokens, positions, state], [], []
+        inputs, found, probs = starts, [], []
         if stop is not None:
             room = context.lengths.new_full((n_rows,), n_steps) if lengths is None else lengths
             rule = [room > 0, torch.zeros_like(room), room, context.stop_ids.expand(n_rows, -1)]
@@ -212,7 +207,6 @@ def draft_chain(
     they go on, and what it computes there is never read.
 
     Args:
-        context: of the active rows.
         gamma: most tokens per row.
         first: what the drafter says after each root.
         step: what it says after draft tokens [n], which are the i-th (from 1) of their chains. Not called on the last
@@ -225,7 +219,9 @@ def draft_chain(
     if max(left) < 1:
         return DraftTree.root_only(context.roots)
     if whole is not None:
-        return cut(context, *whole(context, *limits(context, gamma)))
+        longest = max(left) if context.device.type == "cpu" else gamma  # elsewhere each length would be recorded
+        ragged = to_device(torch.tensor(left).clamp_min(0), context.device) if min(left) < longest else None
+        return cut(context, *whole(context, longest, ragged))
     drafting = [count > 0 for count in left]
     stop = stop or StopRule()
     state = stop.begin(len(left), context.device)
@@ -258,14 +254,6 @@ def draft_chain(
         return DraftTree.root_only(context.roots)
     ragged = to_device(torch.tensor(lengths), context.device) if min(lengths) < len(tokens) else None
     return cut(context, torch.stack(tokens, dim=1), probs, ragged)
-
-
-def limits(context: Context, gamma: int) -> tuple[int, Tensor | None]:
-    """Return the most tokens of a chain (0: no row has room), and of each row's, [n] int64 (None: as many)."""
-    most = min(gamma, max(context.room) - 1)
-    longest = most if context.device.type == "cpu" else gamma  # elsewhere each length would be recorded
-    left = (torch.tensor(context.room) - 1).clamp(0, gamma) if min(context.room) - 1 < longest else None
-    return longest if most > 0 else 0, None if left is None else to_device(left, context.device)
 
 
 def cut(context: Context, tokens: Tensor, probs: Sequence[Tensor] | Tensor | None, lengths: Tensor | None) -> DraftTree:

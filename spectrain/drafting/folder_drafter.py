@@ -8,11 +8,15 @@ from typing import Literal, Self
 
 from spectrain.config.values import Dtype, Nodes, Whole
 from spectrain.drafting.budget import AUTO
+from spectrain.drafting.draft_chain import lengths_of
 from spectrain.drafting.model_drafter import ModelDrafter
 from spectrain.drafting.stopping import StopRule
+from spectrain.models.artifacts import fastest_gamma, trained_acceptance
 from spectrain.models.draft_states import DraftStates
 from spectrain.models.drafter_model import DrafterModel
 from spectrain.target import TargetModel
+
+LONGER = 2  # times the k of training a chain may have that adapts
 
 
 class FolderDrafter(ModelDrafter):
@@ -39,8 +43,15 @@ class FolderDrafter(ModelDrafter):
         gamma: None takes, with max_nodes "auto", as many tokens in each step as pay; else the number that was the
         fastest after training, which is in the export. For the others see `ModelDrafter`.
         """
-        folder, options = Path(drafter), {"draft_dtype": draft_dtype, "draft_vocab": draft_vocab}
-        return cls.of_folder(cls.load(folder, target), folder, gamma, max_nodes, **options)
+        folder, loaded = Path(drafter), cls.load(Path(drafter), target)
+        lengths = fastest_gamma(folder) or loaded.config.k, cls.longest(loaded), trained_acceptance(folder)
+        length, budget = lengths_of(gamma, max_nodes, *lengths)
+        return cls(loaded, length, budget=budget, draft_dtype=draft_dtype, draft_vocab=draft_vocab)
+
+    @staticmethod
+    def longest(drafter: DrafterModel) -> int:
+        """Return the most tokens of a chain whose length is chosen step by step."""
+        return min(LONGER * drafter.config.k, drafter.config.window_tokens)
 
     @classmethod
     def open_states(cls, target: TargetModel, drafter: str, rollout_tokens: int) -> DraftStates:
@@ -56,5 +67,11 @@ class FolderDrafter(ModelDrafter):
 
     @classmethod
     def for_trees(cls, target: TargetModel, drafter: str, levels: int, branches: int, **options: object) -> Self:
-        """The model of a `TreeDrafter`; `options` are draft_dtype and draft_vocab."""
-        return cls.of_trees(cls.load(Path(drafter), target), levels, branches, **options)
+        """The model of a `TreeDrafter`; `options` are draft_dtype and draft_vocab.
+
+        A tree has no more levels than tokens in the window.
+        """
+        loaded = cls.load(Path(drafter), target)
+        levels = min(levels, loaded.config.window_tokens)
+        n_read = 1 + branches * (levels - 1)  # the root, and the branches of each level but the last
+        return cls(loaded, levels, tree_nodes=n_read, **options)

@@ -73,7 +73,7 @@ class LookupDrafter(CountingDrafter):
         n_probes, n_silent = self.probe_shape.n_probes, self.probe_shape.n_silent
 
         def proposed(n_nodes: int, is_deep: bool, context: Context) -> DraftTree:
-            tree = any_tree(context, n_nodes, is_chain=False)
+            tree = any_tree(context, n_nodes)
             tree = replace(tree, max_depth=None) if is_deep else tree
             return replace(tree, probe=self._probes(tree.parents), n_silent=n_silent) if n_probes else tree
 
@@ -143,7 +143,6 @@ class LookupDrafter(CountingDrafter):
         """The trees of a batch: all candidates, or those that pay, padded to the largest.
 
         Args:
-            context: of the step.
             drafts: [n, 4, N] int64, tokens, parents, sources and kinds of the nodes: the root, the probes, then
                 candidates, parents before children.
             sizes: [n, 2] int64, how many of a row's nodes there are, and its depth.

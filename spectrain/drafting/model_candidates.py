@@ -16,7 +16,8 @@ from torch import Tensor
 from spectrain.compiled import compiled, n_below, order_by
 from spectrain.decoding import Context
 from spectrain.drafting.ranking import KINDS, LIKELIEST, PARENTS, TOKENS
-from spectrain.kernels import TEMPERATURE
+from spectrain.kernels import TEMPERATURE, first_by_noise, top_tokens
+from spectrain.target.device import to_device
 
 SHARES = np.array([0.02, 0.05, 0.1, 0.2, 0.35, 0.5, 0.65, 0.8, 0.9, 0.97])  # of q, where a new kind begins
 LEADS = np.array([0.1, 0.2, 0.35, 0.5, 0.7, 0.85])  # of E / q of the better one of two over the other's, likewise
@@ -29,6 +30,19 @@ SURENESS = np.array([0.2, 0.45, 0.75])  # of a lookup's chance, where a new kind
 OF_SURENESS = (0.1, 0.32, 0.6, 0.85)
 PRIOR = 0.35  # the chance of a candidate of which nothing is known
 UNPROPOSED_FACTOR = 0.4  # of the chance of a lookup's candidate that the model could have named, and did not
+
+
+def model_priors(shares_noise: bool) -> list[float]:
+    """Return the chance of each kind: of the model's candidates, then of those that a lookup has found as well.
+
+    The kinds are told apart by q or, where noise is shared, by E / q, which say different things.
+    """
+    if shares_noise:
+        of_lead = [OF_LEAD[min(rank, 1)] + (0.1,) * (N_SHARES - len(OF_LEAD[0])) for rank in range(RANKS)]
+        alone = [chance / max(1, rank) for rank, chances in enumerate(of_lead) for chance in chances]
+        return [*alone, *both_known(of_lead[0])]
+    alone = [chance * (1.0 if rank == 0 else 0.8) for rank in range(RANKS) for chance in OF_SHARE]
+    return [*alone, *both_known(OF_SHARE)]
 
 
 def both_known(of_model: Sequence[float]) -> list[float]:
@@ -54,7 +68,6 @@ def next_read(likely, others, drafts, new, stops, n_scored, chosen):
         drafts: [n, 4, N] int64.
         new: the first node of the level, and the end.
         stops: [E] int64 tokens that end a text.
-        n_scored: see above.
         chosen: [n, B] int64, filled with the likeliest ones in their order.
 
     Returns:
@@ -135,7 +148,26 @@ def merge_lookup(draft, size, found, found_size, likely, kinds):
     return size
 
 
-def inverse_temperature(context: Context) -> Tensor:
-    """What each row's logits are multiplied with before the softmax, [n] float32: 1 / temperature, 1 of greedy rows."""
+def children(
+    context: Context, logits: Tensor, branches: int, keys: Tensor | None, names: Tensor | None
+) -> tuple[np.ndarray, np.ndarray]:
+    """Return the B likeliest tokens behind nodes with these logits [n, m, K], and their kinds, [n, m, B] each.
+
+    With keys [n] int64 of `SharedNoise` the likeliest are those that it draws first. `names` [K] int64, on the host,
+    are the tokens that logits stand for; None: 0, 1, ...
+    """
     temperatures = context.sampling.options[:, TEMPERATURE].expand(context.n_rows)
-    return torch.where(temperatures > 0, 1 / temperatures, 1.0).float()
+    sharpness = to_device(torch.where(temperatures > 0, 1 / temperatures, 1.0).float(), logits.device)
+    if keys is not None:
+        probs = (logits.float() * sharpness[:, None, None]).softmax(-1).cpu()
+        tokens, late = first_by_noise(probs, keys, names, branches)
+        late = late.numpy()
+        other = late.copy()
+        other[..., 0], other[..., 1:] = late[..., 1 % branches], late[..., :1]
+        buckets = np.searchsorted(LEADS, np.minimum(late, other) / np.maximum(late, other))
+    else:
+        tokens, shares = top_tokens(logits, sharpness, branches)
+        tokens = tokens if names is None else names[tokens]
+        buckets = np.searchsorted(SHARES, shares.numpy())
+    ranks = np.minimum(np.arange(branches), RANKS - 1)
+    return tokens.numpy(), ranks * N_SHARES + buckets

@@ -12,8 +12,6 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Self
 from weakref import ref
 
 import torch
@@ -21,14 +19,14 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from spectrain.decoding import Context, Verified
+from spectrain.decoding.verify import at_node
 from spectrain.drafting.budget import AUTO, ChainBudget
-from spectrain.drafting.draft_chain import ChainDrafter, Chains, DraftStep, cut, draft_chain, lengths_of, limits
-from spectrain.drafting.runtime import DraftRuntime
+from spectrain.drafting.draft_chain import ChainDrafter, Chains, DraftStep, draft_chain
+from spectrain.drafting.runtime import DraftNodes, DraftRuntime
 from spectrain.drafting.stopping import StopRule
 from spectrain.drafting.window_keys import WindowKeys, kind_of_keys
 from spectrain.errors import UserError, check_whole
 from spectrain.kernels import padded
-from spectrain.models.artifacts import fastest_gamma, trained_acceptance
 from spectrain.models.drafter_model import DrafterModel
 from spectrain.target import DraftTree, KVCache, TargetModel, TargetOutput
 from spectrain.target.device import to_device
@@ -37,7 +35,6 @@ from spectrain.target.lean import fused_kernels
 from spectrain.target.weights import for_drafting, version
 
 PATHS = (8, 32, 128)  # nodes of accepted paths, whose memories are written at once
-LONGER = 2  # times the k of training a chain may have that adapts
 MOST_MISSED = 64  # steps without drafting whose states wait for the next draft
 FEW_TOKENS = 8192  # that are drafted on a CPU, where a draft step takes as long as reading its weights does
 
@@ -117,27 +114,6 @@ class ModelDrafter(ChainDrafter):
         if self.gamma > config.window_tokens:
             raise UserError(f"gamma={self.gamma} must be 1..window_tokens={config.window_tokens} of the drafter")
         self.describe(capture_layers=config.captured_layers)
-
-    @classmethod
-    def of_folder(
-        cls, drafter: DrafterModel, folder: Path, gamma: int | None, max_nodes: int | str | None, **options: object
-    ) -> Self:
-        """Build the method of chains; see `lengths_of`. What is fixed or guessed depends on the training's results."""
-        lengths = fastest_gamma(folder) or drafter.config.k, cls.longest(drafter), trained_acceptance(folder)
-        length, budget = lengths_of(gamma, max_nodes, *lengths)
-        return cls(drafter, length, budget=budget, **options)
-
-    @staticmethod
-    def longest(drafter: DrafterModel) -> int:
-        """Return the most tokens of a chain whose length is chosen step by step."""
-        return min(LONGER * drafter.config.k, drafter.config.window_tokens)
-
-    @classmethod
-    def of_trees(cls, drafter: DrafterModel, levels: int, branches: int, **options: object) -> Self:
-        """Build the model of a `TreeDrafter`. A tree has no more levels than tokens in the window."""
-        levels = min(levels, drafter.config.window_tokens)
-        n_read = 1 + branches * (levels - 1)  # the root, and the branches of each level but the last
-        return cls(drafter, levels, tree_nodes=n_read, **options)
 
     def start(self, target: TargetModel, cache: KVCache) -> None:
         super().start(target, cache)
@@ -234,15 +210,13 @@ class ModelDrafter(ChainDrafter):
         self.read_context(context)
         roots = self._roots(context)
         self.state = self.finals[: context.n_rows]
-        if (whole := self._shortest_way(context)) is not None:
-            longest, ragged = limits(context, gamma)
-            return cut(context, *whole(context, longest, ragged)) if longest else DraftTree.root_only(context.roots)
         return draft_chain(
             context,
             gamma,
-            first=lambda: self._next(context.roots, roots),
-            step=lambda tokens, i: self._next(tokens, roots + i),
+            first=lambda: self._next(context.roots, roots, 0),
+            step=lambda tokens, i: self._next(tokens, roots + i, i),
             stop=self.stop,
+            whole=self._shortest_way(context),
         )
 
     def observe(self, context: Context, tree: DraftTree, output: TargetOutput, verified: Verified) -> None:
@@ -263,7 +237,7 @@ class ModelDrafter(ChainDrafter):
             following = tokens.roll(-1, 1).scatter_(1, accepted[:, None], verified.bonus[:, None])
         states = self.runtime.keep(captured, positions, path, accepted, following)
         if self.drafter.config.previous_state:
-            self.finals[: context.n_rows] = _at(states, accepted)
+            self.finals[: context.n_rows] = at_node(states, accepted)
 
     def read_roots(self, context: Context) -> Tensor:
         self._catch_up(context)
@@ -278,7 +252,7 @@ class ModelDrafter(ChainDrafter):
         parents = tree.parents[:, -n_new:].clamp_min(0)
         above = self.state.gather(1, parents[:, :, None].expand(-1, -1, self.state.shape[2]))
         seen, slots, lengths = self.keys.read_by(tree, roots, n_new)
-        logits, states = self.runtime.read(tokens, positions, slots, seen, above, lengths)
+        logits, states = self.runtime.read(DraftNodes(tokens, positions, slots, seen, above, lengths))
         self.state = states if n_nodes == n_new else torch.cat([self.state, states], dim=1)
         return logits
 
@@ -338,7 +312,7 @@ class ModelDrafter(ChainDrafter):
             following = tokens.gather(1, (positions + 1).clamp_max(tokens.shape[1] - 1))
         states = self.runtime.remember(captured, positions, rows, following)
         if self.drafter.config.previous_state:
-            finals = _at(states, positions.argmax(1))
+            finals = at_node(states, positions.argmax(1))
             self.finals[rows] = torch.where(last >= 0, finals, self.finals[rows])
 
     def free(self, row: int) -> None:
@@ -373,15 +347,16 @@ class ModelDrafter(ChainDrafter):
         return tokens, probs, ended if ends else lengths
 
     def _graph_chain(self, context: Context, n_steps: int, lengths: Tensor | None) -> Chains:
-        def read(i: int, tokens: Tensor, positions: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
-            return self.runtime.one(tokens[:, 0], positions, state)
-
         starts = context.roots[:, None], self._roots(context), self.state
         key = "chain", self.keys.storage
-        return self.replayed(self.runtime.graphs, key, read, context, n_steps, lengths, *starts)
+        return self.replayed(self.runtime.graphs, key, self._in_graph, context, n_steps, lengths, starts)
 
-    def _next(self, tokens: Tensor, positions: Tensor) -> DraftStep:
-        """Read one token per row, [n], at positions [n]."""
+    def _in_graph(self, i: int, tokens: Tensor, positions: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
+        """What a graph records of `_next`; see `replayed`."""
+        return self.runtime.one(tokens[:, 0], positions, state)
+
+    def _next(self, tokens: Tensor, positions: Tensor, i: int) -> DraftStep:
+        """Read one token per row, [n], the i-th of its chain (0: the root), at positions [n]."""
         logits, self.state = self.runtime.next(tokens, positions, self.state)
         return DraftStep(logits, self.hidden(self.state))
 
@@ -402,9 +377,3 @@ def _along(path: Tensor, captured: Tensor, positions: Tensor) -> tuple[Tensor, T
     """Return those states [n, A, C, D] and positions [n, A] of a tree that lie on paths [n, A], which end with -1."""
     nodes = path.clamp_min(0)
     return captured.gather(1, nodes[:, :, None, None].expand(-1, -1, *captured.shape[2:])), positions.gather(1, nodes)
-
-
-def _at(states: Tensor, places: Tensor) -> Tensor:  # [n, P, D], [n] -> [n, D]
-    if len(places) == 1 and places.device.type == "cpu":
-        return states[:, int(places[0])]
-    return states.gather(1, places[:, None, None].expand(-1, 1, states.shape[-1]))[:, 0]

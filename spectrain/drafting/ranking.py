@@ -58,7 +58,6 @@ def chances(drafts, sizes, n_probes, learnt, own, out):
         n_probes: nodes 1..P, which are not accepted.
         learnt: hits and trials [K, D + 1], and prior [K].
         own: [b, 2, 2] right ones, and those expected, of each row: of the first token, of deeper ones.
-        out: see above.
     """
     hits, trials, prior = learnt
     depths = np.zeros(drafts.shape[2], dtype=np.int64)

@@ -6,7 +6,9 @@ a program (`kernels/cpu/program.py`), on a GPU our kernels or torch in CUDA grap
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from types import ModuleType
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -22,21 +24,26 @@ from spectrain.target.llama import additive
 from spectrain.target.masks import Nodes
 
 
+class DraftNodes(NamedTuple):
+    """Nodes that a drafter reads together, m of each row, which do not see each other."""
+
+    tokens: Tensor  # [n, m] int64
+    positions: Tensor  # [n, m] int64
+    slots: Tensor  # [n, m] int64, where their own K/V go, and then those of their memories
+    seen: Tensor  # [n, m, S] bool, the slots that each node sees; its own one, where it sees itself
+    above: Tensor  # [n, m, D] final states of their parents, which not every drafter reads
+    lengths: Tensor | None = None  # [n] int64, slots before those S that all nodes see; None: none
+
+
 class DraftRuntime:
-    """A drafter and the keys of its rows.
+    """A drafter as it drafts, and the keys of its rows."""
 
-    Args:
-        model: the drafter, where it drafts.
-        keys: of its blocks.
-        graphs: that run its steps on a GPU; None: they run as they are.
-        kernels: the module whose kernels run them on a GPU; None: torch does.
-    """
+    graphs: Graphs | None = None  # that run its steps on a GPU; None: they run as they are
+    kernels: ModuleType | None = None  # whose kernels run them on a GPU; None: torch does
 
-    def __init__(
-        self, model: DrafterModel, keys: WindowKeys, graphs: Graphs | None = None, kernels: ModuleType | None = None
-    ) -> None:
+    def __init__(self, model: DrafterModel, keys: WindowKeys) -> None:
         device = model.norm.weight.device
-        self.model, self.keys, self.graphs, self.kernels = model, keys, graphs, kernels
+        self.model, self.keys = model, keys
         self.compiles = device.type == "cpu" and model.in_programs and can_fuse(model, model.config.shape)
         self._programs = Programs()
         model.rope.move(device)
@@ -46,51 +53,36 @@ class DraftRuntime:
 
         Returns logits [n, V], and final states [n, D].
         """
+        return self.run("next", self.one, tokens, positions, state)
+
+    def run(self, name: str, function: Callable[..., object], *inputs: Tensor) -> object:
+        """Call a function of tensors that reads the keys; on a GPU its graph is replayed, see `Graphs.run`."""
         if self.graphs is None:
-            return self.one(tokens, positions, state)
-        return self.graphs.run(("next", self.keys.storage), self.one, tokens, positions, state)
+            return function(*inputs)
+        return self.graphs.run((name, self.keys.storage), function, *inputs)
 
     def one(self, tokens: Tensor, positions: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
         """Compute `next` without a graph around it."""
         seen, slots, lengths = self.keys.read_one(positions)
-        nodes = tokens[:, None], positions[:, None], slots, seen, state[:, None]
+        nodes = DraftNodes(tokens[:, None], positions[:, None], slots, seen, state[:, None], lengths)
         if self.compiles:
-            logits, states = self.read(*nodes, lengths)
+            logits, states = self.read(nodes)
             logits = logits.clone()  # the next call may overwrite them
         else:
-            logits, states = self._read(*nodes, lengths)
+            logits, states = self._read(*nodes)
         return self.model.spread(logits[:, 0]), states[:, 0]
 
-    def read(
-        self,
-        tokens: Tensor,
-        positions: Tensor,
-        slots: Tensor,
-        seen: Tensor,
-        above: Tensor,
-        lengths: Tensor | None = None,
-    ) -> tuple[Tensor, Tensor]:
-        """Read m nodes of each row, which do not see each other, and store what later nodes see of them.
+    def read(self, nodes: DraftNodes) -> tuple[Tensor, Tensor]:
+        """Read nodes, and store what later ones see of them.
 
-        Args:
-            tokens: [n, m] int64.
-            positions: [n, m] int64.
-            slots: [n, m] int64, where their own K/V go, and then those of their memories.
-            seen: [n, m, S] bool, the slots that each node sees; its own one, where it sees itself.
-            above: [n, m, D] final states of their parents, which not every drafter reads.
-            lengths: [n] int64, slots before those S that all nodes see; None: none.
-
-        Returns:
-            Logits [n, m, K], which the next call may overwrite, and final states [n, m, D].
+        Returns logits [n, m, K], which the next call may overwrite, and final states [n, m, D].
         """
-        if self.compiles and tokens.numel() <= MOST_TOKENS:
-            made = self._programs.get(tokens.shape, lambda: NodesProgram(self.model, self.keys, *tokens.shape))
-            return made.read(tokens, positions, slots, seen, above, lengths)
-        inputs = tokens, positions, slots, seen, above, *([] if lengths is None else [lengths])
-        if self.graphs is None:
-            return self._read(*inputs)
-        logits, states = self.graphs.run(("nodes", self.keys.storage), self._read, *inputs)
-        return logits, states.clone()  # the next nodes may be as many, and overwrite them
+        shape = nodes.tokens.shape
+        if self.compiles and shape.numel() <= MOST_TOKENS:
+            return self._programs.get(shape, lambda: NodesProgram(self.model, self.keys, *shape)).read(nodes)
+        logits, states = self.run("nodes", self._read, *(one for one in nodes if one is not None))
+        # The next nodes may be as many, and a graph overwrites them.
+        return logits, states if self.graphs is None else states.clone()
 
     def chain(self, n_rows: int, n_steps: int, sampling: Sampling | RowSampling, stop: StopRule | None) -> ChainProgram:
         """Return the program of chains of so many tokens that a rule may end; there is one where `compiles`."""
@@ -112,9 +104,7 @@ class DraftRuntime:
             made = self._programs.get(("keep", *size), lambda: MemoryProgram(self.model, self.keys, *size))
             return made.write(captured, positions, accepted, following)
         inputs = captured, positions, path, *([] if following is None else [following])
-        if self.graphs is None:
-            return self._keep(*inputs)
-        return self.graphs.run(("memories", self.keys.storage), self._keep, *inputs)
+        return self.run("memories", self._keep, *inputs)
 
     def _keep(self, captured: Tensor, positions: Tensor, path: Tensor, following: Tensor | None = None) -> Tensor:
         return self.remember(captured, positions.masked_fill(path < 0, -1), slice(0, len(path)), following)
@@ -133,33 +123,25 @@ class DraftRuntime:
         self.keys.write(projected, positions, rows)
         return states
 
-    def _read(
-        self,
-        tokens: Tensor,
-        positions: Tensor,
-        slots: Tensor,
-        seen: Tensor,
-        above: Tensor,
-        lengths: Tensor | None = None,
-    ) -> tuple[Tensor, Tensor]:
-        x = self.model.joined(self.model.embed(tokens), above)
+    def _read(self, *given: Tensor | None) -> tuple[Tensor, Tensor]:
+        nodes = DraftNodes(*given)
+        x, own_slots = self.model.joined(self.model.embed(nodes.tokens), nodes.above), nodes.slots[:, :, None]
         if self.kernels is not None:
-            return self._fused(x, positions, slots, seen, lengths)
-        past, seen = self.keys.context(seen, lengths)
-        own = torch.diag_embed(seen.gather(2, slots[:, :, None])[..., 0])  # [n, m, m]
-        seen = seen.scatter(2, slots[:, :, None], False)  # a node's own keys are not in its slot yet
+            return self._fused(x, nodes)
+        past, seen = self.keys.context(nodes.seen, nodes.lengths)
+        own = torch.diag_embed(seen.gather(2, own_slots)[..., 0])  # [n, m, m]
+        seen = seen.scatter(2, own_slots, False)  # a node's own keys are not in its slot yet
         mask = additive(torch.cat([seen, own], dim=2)[:, None], self.model.norm.weight.dtype)
-        states, memories = self.model.step(x, self.model.rope(positions), past, mask)
-        self.keys.put(memories, slots, slice(0, len(tokens)))
+        states, memories = self.model.step(x, self.model.rope(nodes.positions), past, mask)
+        self.keys.put(memories, nodes.slots, slice(0, len(x)))
         return self.model.kept_logits(states), states
 
-    def _fused(
-        self, x: Tensor, positions: Tensor, slots: Tensor, seen: Tensor, lengths: Tensor | None
-    ) -> tuple[Tensor, Tensor]:
+    def _fused(self, x: Tensor, nodes: DraftNodes) -> tuple[Tensor, Tensor]:
         """Compute `_read` of inputs x [n, m, D] by our own kernels on a GPU."""
         model, fused, stores = self.model, self.kernels, self.keys.all_of(len(x))
-        nodes = Nodes(torch.zeros_like(positions[:, 0]) if lengths is None else lengths, seen.contiguous())
-        step = fused.Step(model.rope, positions.contiguous(), slots.contiguous(), nodes)
+        lengths = torch.zeros_like(nodes.positions[:, 0]) if nodes.lengths is None else nodes.lengths
+        places = nodes.positions.contiguous(), nodes.slots.contiguous(), Nodes(lengths, nodes.seen.contiguous())
+        step = fused.Step(model.rope, *places)
         part, added, states = x.flatten(0, 1), None, []
         for block, store in zip(model.blocks, stores, strict=True):
             if model.pairs:
@@ -175,7 +157,7 @@ class DraftRuntime:
             memories = model.memories([*states, part[None]])
             for block, store, memory in zip(model.blocks, stores, memories, strict=True):
                 step.remember(block, memory[0], store.keys, store.values)
-        final, part = (one.view(*positions.shape, -1) for one in (final, part))
+        final, part = (one.view(*x.shape[:2], -1) for one in (final, part))
         logits = fused.linear(model.lm_head, final)
         return logits, final if model.normed_states else part
 
@@ -233,7 +215,7 @@ class StepProgram(DecoderProgram):
                 self.goes_on(self.copy(self.states[i], self.states[i + 1]))
                 self.linear(self.normed, block.qkv, self.qkv)
             self.split(block, store.keys, store.values)
-            self.attend_to(store.keys, store.values, seen, seen.shape[2])
+            self.attend(self.queries, store.keys, store.values, self.attended, seen)
             self.x = self.states[i + 1]
             self.mlp(block)
             added = self.added
@@ -259,33 +241,22 @@ class NodesProgram(StepProgram):
         self.step(is_last=False, seen=self.seen)
         self.finish()
 
-    def read(
-        self,
-        tokens: Tensor,
-        positions: Tensor,
-        slots: Tensor,
-        seen: Tensor,
-        previous: Tensor,
-        lengths: Tensor | None,
-    ) -> tuple[Tensor, Tensor]:
-        """Return logits [B, m, K], which the next call overwrites, and final states [B, m, D]; see `read` above."""
-        for own, given in ((self.tokens, tokens), (self.positions, positions), (self.slots, slots), (self.seen, seen)):
-            own.copy_(given)
-        if lengths is not None:
-            self.lengths.copy_(lengths)
+    def read(self, nodes: DraftNodes) -> tuple[Tensor, Tensor]:
+        """Return logits [B, m, K], which the next call overwrites, and final states [B, m, D]."""
+        for name in ("tokens", "positions", "slots", "seen"):
+            getattr(self, name).copy_(getattr(nodes, name))
+        if nodes.lengths is not None:
+            self.lengths.copy_(nodes.lengths)
         if self.model.config.previous_state:
-            self.previous.copy_(previous.flatten(0, 1))
+            self.previous.copy_(nodes.above.flatten(0, 1))
         self.run()
-        return self.logits.view(*tokens.shape, -1), self.previous.view(*tokens.shape, -1).clone()
+        return self.logits.view(self.n_rows, self.n, -1), self.previous.view(self.n_rows, self.n, -1).clone()
 
 
 class ChainProgram(StepProgram):
     """A chain of draft steps of B rows, each of which reads what the one before it drafted.
 
     Args:
-        model: the drafter.
-        keys: of its rows.
-        n_rows: B.
         n_steps: most tokens of a chain.
         by_noise: whether the steps draw their tokens by shared noise; None: greedily.
         stop: ends chains before n_steps tokens; a rule that compiles.
@@ -307,7 +278,7 @@ class ChainProgram(StepProgram):
         self.drafted = self.hold(torch.zeros(n_rows, n_steps, dtype=torch.int64))
         following = self.tokens, self.positions
         self.numbers = self.hold(torch.zeros(n_rows, n_steps, dtype=torch.int64 if by_noise else torch.float32))
-        self.ends = None if stop is None else DraftEnds(self, stop, n_rows)
+        self.ends = None if stop is None else DraftEnds(self, stop)
         for i in range(n_steps):
             self.embed(model.embed_tokens.weight, self.states[0])
             self.step(is_last=i == n_steps - 1)
@@ -326,13 +297,11 @@ class ChainProgram(StepProgram):
     def draft(
         self, roots: Tensor, positions: Tensor, previous: Tensor, numbers: Tensor | None
     ) -> tuple[Tensor, Tensor | None, Tensor | None]:
-        """Draft tokens behind roots [B] at positions [B], one after the other.
+        """Draft tokens behind roots [B] int64 at positions [B] int64, one after the other.
 
         Where a rule ends the drafts, `ends.begin` comes before.
 
         Args:
-            roots: int64.
-            positions: int64.
             previous: [B, D] the target's final states before the roots, which not every drafter reads.
             numbers: [B, n_steps] that tokens are drawn by; None: they are the likeliest.
 

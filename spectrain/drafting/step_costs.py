@@ -133,8 +133,7 @@ class LearntCosts(Costs):
         table: what was learnt.
         forwards: the key of its forwards.
         drafts: the key of its drafts.
-        n_rows: the most rows.
-        pads: see `Costs`.
+        n_rows, pads: see `Costs`.
         is_live: whether it follows the table; else it stays as it is now.
     """
 
@@ -285,14 +284,7 @@ class Table:
         return cls(file, {})
 
     def costs(self, target: TargetModel, sampling: Sampling, n_rows: int, drafter: Drafter) -> Costs:
-        """Return what steps of up to n rows cost.
-
-        Args:
-            target: of the table.
-            sampling: of the generation; verifying takes longer where tokens are drawn.
-            n_rows: the most rows.
-            drafter: whose drafts are asked for.
-        """
+        """Return what steps of up to n rows cost with a drafter. Verifying takes longer where tokens are drawn."""
         most, pads = 1 << (n_rows - 1).bit_length(), target.graphs is not None
         keys = self.keys_of(drafter, sampling)
         if self.is_given:

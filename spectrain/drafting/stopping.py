@@ -57,35 +57,29 @@ class StopRule:
 
 
 class DraftEnds:
-    """Ends the chains of n rows within the program that drafts them: what it must know of each row, and the operations.
+    """Ends chains by a rule within the program that drafts them: what it must know of each row, and the operations."""
 
-    Args:
-        program: of the chains; operations are appended to it.
-        rule: ends them.
-        n_rows: n.
-    """
-
-    def __init__(self, program: DecoderProgram, rule: StopRule, n_rows: int) -> None:
-        self.program, self.rule, self.n_rows = program, rule, n_rows
+    def __init__(self, program: DecoderProgram, rule: StopRule) -> None:
+        self.program, self.rule, n_rows = program, rule, program.n_rows
         # Of each row: the most tokens that it may draft, those that it has, whether it goes on, and whether its next
         # token is the last.
         self.state = program.hold(torch.zeros(4, n_rows, dtype=torch.int64))
         self.accepted = program.floats(n_rows)  # probability that every token so far is accepted
         self.steps = program.hold(torch.zeros(1, dtype=torch.int64))  # of the drafter
         self.counts: list[int] = []  # operations that are told which tokens end a text
-        self._leave(self.steps)
+        program.leave(self.state, self.steps)
 
     def read(self, i: int, hidden: Tensor) -> None:
         """Append the rule, behind the drafter's step that has read the i-th token (0: the root)."""
         n_before = len(self.program)
         self.rule.append(self, i, hidden)
         if len(self.program) > n_before:
-            self._leave()
+            self.program.leave(self.state)
 
     def drawn(self, chosen: Tensor) -> None:
         """Append that tokens [n] were drawn, a column of all; the drafter's next step follows if any row goes on."""
         self.counts.append(self.program.count(self.state, chosen, self.rule.min_candidates))
-        self._leave(self.steps)
+        self.program.leave(self.state, self.steps)
 
     def begin(self, room: Tensor | int, end_ids: Tensor) -> None:
         """Before each run: room [n] int64 for tokens, and end_ids [E] int64, which end a text."""
@@ -100,9 +94,6 @@ class DraftEnds:
         """After each run: count its steps, and return how many tokens of each row are its draft, [n] int64."""
         self.rule.draft_forwards += int(self.steps)
         return self.state[LENGTH].clone()
-
-    def _leave(self, steps: Tensor | None = None) -> None:
-        self.program.leave(self.state, steps)
 
 
 class HeadStop(StopRule):

@@ -24,24 +24,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from spectrain import kernels
 from spectrain.decoding import Context, Drafter, Verified
 from spectrain.drafting.budget import AUTO
 from spectrain.drafting.lookup import LookupDrafter
-from spectrain.drafting.model_candidates import (
-    LEADS,
-    N_KINDS,
-    N_SHARES,
-    OF_LEAD,
-    OF_SHARE,
-    RANKS,
-    SHARES,
-    UNPROPOSED_FACTOR,
-    both_known,
-    inverse_temperature,
-    merge_lookup,
-    next_read,
-)
+from spectrain.drafting.model_candidates import UNPROPOSED_FACTOR, children, merge_lookup, model_priors, next_read
 from spectrain.drafting.ranking import KINDS, PARENTS, SOURCES, TOKENS
 from spectrain.target import DraftTree, KVCache, Source, TargetModel, TargetOutput
 from spectrain.target.device import to_device
@@ -80,8 +66,7 @@ class TreeDrafter(LookupDrafter):
         self.n_found = len(found)  # kinds of the lookup's candidates; then come the same where the model names others
         self.first_kind = 2 * len(found)  # of the model's; behind them those that the lookup found, too
         alone = [UNPROPOSED_FACTOR * chance for chance in found]
-        of_share = [chance * (1.0 if rank == 0 else 0.8) for rank in range(RANKS) for chance in OF_SHARE]
-        self.priors = [*found, *alone, *of_share, *both_known(OF_SHARE)]
+        self.priors = [*found, *alone, *model_priors(shares_noise=False)]
         super().__init__(max_nodes)
         self.rank()
         # At T = 1 the likeliest tokens are accepted half as often as draws with the target's own noise.
@@ -116,7 +101,7 @@ class TreeDrafter(LookupDrafter):
 
     def prefill(self, context: Context, output: TargetOutput | None, rows: range) -> None:
         if self.ranking.sampling is None or context.sampling.shares_noise != self.ranking.sampling.shares_noise:
-            self._set_priors(context.sampling.shares_noise)
+            self.ranking.learnt[2][self.first_kind :] = model_priors(context.sampling.shares_noise)
         super().prefill(context, output, rows)
         for part in self._parts:
             part.prefill(context, output, rows)
@@ -148,16 +133,6 @@ class TreeDrafter(LookupDrafter):
         self.gate = DraftModelGate()
         for part in self._parts:
             part.forget()
-
-    def _set_priors(self, shares_noise: bool) -> None:
-        """Kinds are told apart by E / q or by q, which say different things."""
-        first = self.first_kind + N_KINDS
-        chance, of_first = np.array(self.priors[self.first_kind : first]), OF_SHARE
-        if shares_noise:
-            of_lead = [OF_LEAD[min(rank, 1)] + (0.1,) * (N_SHARES - len(OF_LEAD[0])) for rank in range(RANKS)]
-            chance, of_first = np.array(of_lead) / np.maximum(1, np.arange(RANKS))[:, None], of_lead[0]
-        self.ranking.learnt[2][self.first_kind : first] = chance.ravel()
-        self.ranking.learnt[2][first:] = both_known(of_first)
 
     def propose(self, context: Context) -> DraftTree:
         if self.lookup is None:
@@ -210,11 +185,12 @@ class TreeDrafter(LookupDrafter):
         branches = min(branches, logits.shape[-1])
         for level in range(levels):
             m = logits.shape[1]
-            tokens, kinds = self._children(context, logits, branches, None if keys is None else keys[:, level])
+            noise = None if keys is None else keys[:, level]
+            tokens, kinds = children(context, logits, branches, noise, self._names)
             first = sizes[0, 0]
             new = slice(first, first + m * branches)
             drafts[:, TOKENS, new] = tokens.reshape(n_rows, -1)
-            drafts[:, KINDS, new] = kinds.reshape(n_rows, -1)
+            drafts[:, KINDS, new] = self.first_kind + kinds.reshape(n_rows, -1)
             drafts[:, PARENTS, new] = np.repeat(read[:, -m:], branches, axis=1)
             drafts[:, SOURCES, new] = int(Source.DRAFT)
             sizes[:, 0], sizes[:, 1] = new.stop, level + 1
@@ -227,25 +203,6 @@ class TreeDrafter(LookupDrafter):
             logits = self.model.read_nodes(context, _tree_of(drafts, read, context, level + 1), chosen.shape[1])
         self.reads = 1 + level
         return drafts[:, :, : sizes[0, 0]], sizes
-
-    def _children(
-        self, context: Context, logits: Tensor, branches: int, keys: Tensor | None
-    ) -> tuple[np.ndarray, np.ndarray]:
-        """The B likeliest tokens behind nodes with these logits [n, m, K], and their kinds, [n, m, B] each."""
-        sharpness = to_device(inverse_temperature(context), logits.device)
-        if keys is not None:
-            probs = (logits.float() * sharpness[:, None, None]).softmax(-1).cpu()
-            tokens, late = kernels.first_by_noise(probs, keys, self._names, branches)
-            late = late.numpy()
-            other = late.copy()
-            other[..., 0], other[..., 1:] = late[..., 1 % branches], late[..., :1]
-            buckets = np.searchsorted(LEADS, np.minimum(late, other) / np.maximum(late, other))
-        else:
-            tokens, shares = kernels.top_tokens(logits, sharpness, branches)
-            tokens = tokens if self._names is None else self._names[tokens]
-            buckets = np.searchsorted(SHARES, shares.numpy())
-        ranks = np.minimum(np.arange(branches), RANKS - 1)
-        return tokens.numpy(), self.first_kind + ranks * N_SHARES + buckets
 
     def _next_read(
         self, drafts: np.ndarray, sizes: np.ndarray, new: slice, others: np.ndarray, level: int, deep: bool

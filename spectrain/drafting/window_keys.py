@@ -66,7 +66,7 @@ class WindowKeys:
         return torch.cat([sinks.masked_fill(sinks >= last, -1), near], dim=1)
 
     def join(self, rows: range) -> None:
-        """Add rows at the end, with nothing kept yet."""
+        """Let rows begin with nothing kept, up to the last one."""
         self.positions[rows.start : rows.stop] = -1
         self.n_rows = rows.stop
 
@@ -89,16 +89,10 @@ class WindowKeys:
             store.keys[rows].scatter_(2, index, new.keys)
             store.values[rows].scatter_(2, index, new.values)
 
-    def seen_by(self, queries: Tensor) -> Tensor:
-        """Which slots the queries at positions [n] see, [n, S] bool, where their own K/V stand at these positions."""
-        earlier, own = self.before(queries), self.positions[: len(queries)] == queries[:, None]
-        return earlier | (own & self.window.sees_itself(earlier)[:, None])
-
-    def before(self, queries: Tensor) -> Tensor:
-        """Which slots of earlier positions the queries at positions [n] see, [n, S] bool."""
-        positions, t = self.positions[: len(queries)], queries[:, None]
-        near = (positions > t - self.window.window_tokens) | (positions < self.window.sink_tokens)
-        return near & (positions >= 0) & (positions < t)
+    def sees(self, stored: Tensor, queries: Tensor, end: Tensor) -> Tensor:
+        """Return whether queries see what is stored, where that stands before the position `end`; all are positions."""
+        near = (stored > queries - self.window.window_tokens) | (stored < self.window.sink_tokens)
+        return near & (stored >= 0) & (stored < end)
 
     def all_of(self, n_rows: int) -> list[KeysValues]:
         """All slots of the first rows."""
@@ -110,8 +104,11 @@ class WindowKeys:
 
     def read_one(self, positions: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
         """Return of single tokens at positions [n] what `read_by` returns of nodes. They are about to be stored."""
-        slots = self.claim(positions[:, None], slice(0, len(positions)))
-        return self.seen_by(positions)[:, None], slots, None
+        t, slots = positions[:, None], self.claim(positions[:, None], slice(0, len(positions)))
+        stored = self.positions[: len(positions)]
+        earlier = self.sees(stored, t, t)
+        itself = (stored == t) & self.window.sees_itself(earlier)[:, None]
+        return (earlier | itself)[:, None], slots, None
 
     def read_by(self, tree: DraftTree, roots: Tensor, n_new: int) -> tuple[Tensor, Tensor, Tensor | None]:
         """Return what the last n_new nodes of each row's tree see, and where they stand.
@@ -122,10 +119,8 @@ class WindowKeys:
         `roots` [n] are the positions of the roots.
         """
         n_rows, n_nodes = tree.shape
-        positions, roots = self.positions[:n_rows, None], roots[:, None, None]
-        reach = roots + tree.depth[:, -n_new:, None] - self.window.window_tokens
-        near = (positions > reach) | (positions < self.window.sink_tokens)
-        seen = near & (positions >= 0) & (positions < roots)
+        roots = roots[:, None, None]
+        seen = self.sees(self.positions[:n_rows, None], roots + tree.depth[:, -n_new:, None], roots)
         seen[:, :, self.first_node : self.first_node + n_nodes] = tree.ancestors[:, -n_new:]
         slots = torch.arange(n_nodes - n_new, n_nodes, device=seen.device) + self.first_node
         own = slots.expand(n_rows, -1)[..., None]
@@ -136,11 +131,6 @@ class WindowKeys:
         """Forget all rows."""
         self.positions.fill_(-1)
         self.n_rows = 0
-
-    def forget(self, row: int) -> None:
-        """Empty a row, which may be a new one at the end."""
-        self.positions[row] = -1
-        self.n_rows = max(self.n_rows, row + 1)
 
     def free(self, row: int) -> None:
         """A row ended: the last one moves into its place."""
@@ -202,10 +192,7 @@ class WholeKeys(WindowKeys):
 def kind_of_keys(window: Window, gamma: int, capacity: int) -> tuple[type[WindowKeys], int]:
     """Return how a drafter's keys are kept, and how many positions behind the sinks have a slot.
 
-    Args:
-        window: what a token sees.
-        gamma: most tokens of a chain.
-        capacity: tokens of the longest text; 0: it is not known.
+    A chain has at most `gamma` tokens, and the longest text `capacity`; 0: it is not known.
     """
     most = window.shape.max_positions
     if window.window_tokens < min(capacity or most, most) or window.sink_tokens or not window.own_key:

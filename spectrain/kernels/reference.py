@@ -3,16 +3,10 @@
 from __future__ import annotations
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 # Of splitmix64 (Steele et al. 2014), as signed numbers: torch has no others of 64 bits.
 GAMMA, FIRST, SECOND = -0x61C8864680B583EB, -0x40A7B892E31B1A47, -0x6B2FB644ECCEEE15
-
-
-def linear(x: Tensor, weight: Tensor, scale: Tensor | None = None) -> Tensor:
-    """Return x @ weight.T, times scale [N], in the dtype of x [.., K]."""
-    return F.linear(x, (weight if scale is None else weight * scale[:, None]).to(x.dtype))
 
 
 def warp(logits: Tensor, temperature: float, top_k: int, top_p: float, min_p: float) -> Tensor:

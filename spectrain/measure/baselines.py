@@ -19,7 +19,7 @@ from transformers import GenerationConfig, PreTrainedModel
 from transformers.utils import logging
 
 from spectrain.decoding import Generation, Sampling
-from spectrain.decoding.generation import Choices
+from spectrain.decoding.generation import Choice
 from spectrain.methods.pld import PromptLookup
 from spectrain.methods.speculative import Speculative
 from spectrain.target import TargetModel, text_dtype
@@ -87,7 +87,7 @@ def fastest_of(
     fastest = []
     for of_prompt in zip(*found.values(), strict=True):
         way, generation = min(zip(found, of_prompt, strict=True), key=lambda pair: pair[1].elapsed_s)
-        generation.choices = [Choices(way, "fastest", None, max(1, generation.target_forwards))]
+        generation.choices = [Choice(way, "fastest", None, max(1, generation.target_forwards))]
         fastest.append(generation)
     return fastest
 

@@ -15,7 +15,7 @@ import numpy as np
 
 from spectrain.data.prompts import Question
 from spectrain.decoding import Drafter, Generation
-from spectrain.decoding.generation import LOOKED_UP, STAGES, Choices
+from spectrain.decoding.generation import LOOKED_UP, STAGES, Choice
 from spectrain.drafting.budget import AUTO
 from spectrain.measure.statistics import acceptance_length, decode_s, ratio_of_sums, speedup, time_share
 from spectrain.methods.auto import Auto
@@ -51,7 +51,7 @@ class QuestionRow:
     accepted_by_source: dict[str, int] = field(default_factory=dict)
     steps_by_depth: list[int] = field(default_factory=list)  # [d - 1]: steps that drafted at depth d
     retrieval_hits: int = 0
-    choices: list[Choices] = field(default_factory=list)  # where the method chooses among others, in order
+    choices: list[Choice] = field(default_factory=list)  # where the method chooses among others, in order
     prefill_s: float = 0.0
     time_s: dict[str, float] = field(default_factory=dict)  # by stage
     seconds: float = 0.0  # all of it
@@ -223,7 +223,7 @@ def _steps(rows: Sequence[QuestionRow]) -> dict:
     }
 
 
-def shares_of(choices: Sequence[Choices]) -> dict[str, dict] | None:
+def shares_of(choices: Sequence[Choice]) -> dict[str, dict] | None:
     """Of each method that was chosen, most steps first: its share of all steps, and of these why they ran it.
 
     `speed` is the mean over its steps, where it was known. None: there was nothing to choose.

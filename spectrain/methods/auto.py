@@ -70,12 +70,6 @@ class Arm:
         self.budget = None if self.counting is None else self.counting.budget
         self.reads_states = bool(self.drafter.method.capture_layers)
 
-    def price(self, costs: Costs, keys: tuple[str, str]) -> None:
-        """Begin a generation whose steps have these costs, which are learnt under these keys."""
-        self.costs, self.keys = costs, keys
-        if self.budget is not None:
-            self.budget.begin(costs)
-
     def cost(self, n_rows: int) -> float:
         """Seconds of its steps over those of plain decoding."""
         n_steps, _, nodes, reads = self.sums
@@ -132,8 +126,10 @@ class Auto(Chooser):
         if target.leads:
             table.keep(KEEP_S)
         for arm in self.tried:
-            costs = table.costs(target, sampling, n_rows, arm.drafter)
-            arm.price(costs, table.keys_of(arm.drafter, sampling))
+            arm.costs = table.costs(target, sampling, n_rows, arm.drafter)
+            arm.keys = table.keys_of(arm.drafter, sampling)
+            if arm.budget is not None:
+                arm.budget.costs = arm.costs
         self._retry(n_rows)
         # With graphs all do: what is captured belongs to what was recorded.
         self.taking_part = [arm for arm in self.arms if target.graphs is not None or not self._rests(arm)]
@@ -148,7 +144,7 @@ class Auto(Chooser):
         return arm.reads_states and arm is not self.leader and arm.next_trial > self.n_steps + RESTING
 
     def start(self, target: TargetModel, cache: KVCache) -> None:
-        self._end_block()
+        self._left = 0
         self.n_rows = 0
         for arm in self.arms:
             arm.known = []
@@ -173,7 +169,7 @@ class Auto(Chooser):
         return pad_sequence([one[one >= 0] for one in each], batch_first=True, padding_value=-1)
 
     def prefill(self, context: Context, output: TargetOutput, rows: range) -> None:
-        self._end_block()
+        self._left = 0
         self.n_rows = rows.stop
         for arm in self.taking_part:
             arm.is_behind = True
@@ -228,7 +224,7 @@ class Auto(Chooser):
             self.table.learn(arm.keys[1], n_rows, reads, draft_s)
 
     def free(self, row: int) -> None:
-        self._end_block()
+        self._left = 0
         for arm in self.tried:
             if len(arm.known) == self.n_rows:
                 arm.drafter.free(row)
@@ -239,9 +235,6 @@ class Auto(Chooser):
                     arm.drafter.free(one)
                 arm.known = []
         self.n_rows -= 1
-
-    def _end_block(self) -> None:
-        self._left = 0
 
     def _retry(self, n_rows: int) -> None:
         """Try all methods sooner: text or batch are others now."""
@@ -283,7 +276,7 @@ class Auto(Chooser):
         else:
             arm.next_trial = self.n_steps + TRIAL_STEPS + self._wait(arm, speeds[best], n_rows)
             if arm.budget is not None:
-                arm.budget.insist(why != "fastest")
+                arm.budget.must_draft = why != "fastest"
         self._turn_to(arm, context)
         speed = speeds[arm]
         self.choice = Choice(arm.name, why, speed if speed < float("inf") else None)

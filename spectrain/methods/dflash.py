@@ -5,17 +5,17 @@ What it keeps of a text is `spectrain.drafting.model_drafter`'s: keys and values
 
 from __future__ import annotations
 
-from functools import cache
+from pathlib import Path
 
 import torch
 from torch import Tensor
 
 from spectrain.decoding import Context
-from spectrain.drafting.draft_chain import Chains, DraftStep, draft_chain
+from spectrain.drafting.draft_chain import DraftStep
 from spectrain.drafting.folder_drafter import FolderDrafter
 from spectrain.errors import UserError
 from spectrain.models.dflash import DFlashDrafter, load
-from spectrain.target import DraftTree
+from spectrain.target import DraftTree, TargetModel
 from spectrain.target.llama import additive
 
 
@@ -39,50 +39,35 @@ class DFlash(FolderDrafter):
             raise UserError(f"gamma={self.gamma} must be 1..{k}: a block of this drafter has {k} tokens to draft")
 
     @classmethod
-    def of_trees(cls, drafter: DFlashDrafter, levels: int, branches: int, **options: object) -> DFlash:
+    def for_trees(cls, target: TargetModel, drafter: str, levels: int, branches: int, **options: object) -> DFlash:
         """Nodes of one depth have the same candidates. A tree has no more levels than k."""
-        return cls(drafter, min(levels, drafter.config.k), **options)
+        loaded = cls.load(Path(drafter), target)
+        return cls(loaded, min(levels, loaded.config.k), **options)
 
     @staticmethod
     def longest(drafter: DFlashDrafter) -> int:
         return drafter.config.k
 
-    def draft(self, context: Context, gamma: int) -> DraftTree:
-        self._catch_up(context)
-        block = cache(lambda: self._block(context.roots, self._roots(context)))  # read where the first token is
+    def _next(self, tokens: Tensor, positions: Tensor, i: int) -> DraftStep:
+        if i == 0:
+            self.state = self.runtime.run("blocks", self._logits, tokens, positions)
+        return DraftStep(self.drafter.spread(self.state[:, i]))
 
-        def step(tokens: Tensor, i: int) -> DraftStep:
-            return DraftStep(self.drafter.spread(block()[:, i]))
-
-        replays = self.replays(context, self.runtime.graphs, self.drafter.config.shape.vocab_size)
-        whole = self._graph_chain if replays else None
-        return draft_chain(context, gamma, lambda: step(context.roots, 0), step, whole=whole)
-
-    def _graph_chain(self, context: Context, n_steps: int, lengths: Tensor | None) -> Chains:
-        def read(i: int, tokens: Tensor, positions: Tensor, block: Tensor) -> tuple[Tensor, Tensor]:
-            block = block if i else self._logits(tokens[:, 0], positions)
-            return self.drafter.spread(block[:, i]), block
-
-        starts = context.roots[:, None], self._roots(context), self.finals[: context.n_rows]
-        key = "chain", self.keys.storage
-        return self.replayed(self.runtime.graphs, key, read, context, n_steps, lengths, *starts)
+    def _in_graph(self, i: int, tokens: Tensor, positions: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
+        block = state if i else self._logits(tokens[:, 0], positions)
+        return self.drafter.spread(block[:, i]), block
 
     def read_roots(self, context: Context) -> Tensor:
         self._catch_up(context)
-        self.state = self._block(context.roots, self._roots(context))
+        self.state = self.runtime.run("blocks", self._logits, context.roots, self._roots(context))
         return self.state[:, 0]
 
     def read_nodes(self, context: Context, tree: DraftTree, n_new: int) -> Tensor:
         depth = tree.depth[:, -n_new:, None]
         return self.state.gather(1, depth.expand(-1, -1, self.state.shape[2]))
 
-    def _block(self, roots: Tensor, positions: Tensor) -> Tensor:
-        """Return what the blocks of roots [n] at positions [n] say of their tokens, logits [n, B - 1, K]."""
-        if self.runtime.graphs is None:
-            return self._logits(roots, positions)
-        return self.runtime.graphs.run(("blocks", self.keys.storage), self._logits, roots, positions)
-
     def _logits(self, roots: Tensor, positions: Tensor) -> Tensor:
+        """Return what the blocks of roots [n] at positions [n] say of their tokens, logits [n, B - 1, K]."""
         model, keys, size = self.drafter, self.keys, self.drafter.config.block_tokens
         unmarked = torch.zeros(len(roots), 1, keys.n_marks, dtype=torch.bool, device=roots.device)
         past, seen = keys.context(unmarked, positions)

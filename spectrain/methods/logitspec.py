@@ -47,7 +47,8 @@ def build(
     if datastore is None:
         return method
     lookup = RetrievalOptions(min_suffix, max_suffix, max(method.input_tokens, method.kept[0]), max_matches)
-    return method.with_store(Retriever(open_datastore(datastore, target), lookup), datastore_ranks)
+    method.retriever, method.datastore_ranks = Retriever(open_datastore(datastore, target), lookup), datastore_ranks
+    return method.describe(store=method.retriever.store)
 
 
 class LogitSpec(LookupDrafter):
@@ -67,8 +68,8 @@ class LogitSpec(LookupDrafter):
         UserError: nothing is left to propose.
     """
 
-    retriever: Retriever | None = None  # of the datastore, see `with_store`
-    datastore_ranks = 0
+    retriever: Retriever | None = None  # of the datastore, where there is one
+    datastore_ranks = 0  # up to which guesses are looked up in it, too
 
     def __init__(
         self,
@@ -94,11 +95,6 @@ class LogitSpec(LookupDrafter):
         self.kept = [min(kept, longest) for kept in KEPT_BY_RANK] + [1] * self.max_nodes  # by rank; more than are used
         # K - 1 tokens fill a tree, and the root may be among them: K are enough.
         self.n_ranked = self.max_nodes if last_logits else 0
-
-    def with_store(self, retriever: Retriever, ranks: int) -> LogitSpec:
-        """Look into a datastore, too: behind the root, and behind guesses of the first ranks."""
-        self.retriever, self.datastore_ranks = retriever, ranks
-        return self.describe(store=retriever.store)
 
     def new_row(self, tokens: list[int]) -> PositionTable:
         if self.continuation_tokens is None:

@@ -59,14 +59,9 @@ class Lookahead(ProbingDrafter):
 
 
 class LookaheadRow:
-    """Window and pool of one row.
+    """Window and pool of one row, of W columns, N - 1 levels and G guesses.
 
-    Args:
-        tokens: the prompt and the first token, the root.
-        n_columns: W.
-        levels: N - 1.
-        max_guesses: G.
-        pool_from_output: see `Lookahead`.
+    `tokens` are the prompt and the first token, the root.
     """
 
     def __init__(

@@ -94,7 +94,7 @@ class MagicDec(ChainDrafter):
 
         starts = context.roots[:, None], context.lengths - 1, context.lengths.new_zeros(context.n_rows, 0)
         key = "chain", self.cache.storage, self.full.storage, used
-        return self.replayed(self.reader.graphs, key, read, context, n_steps, lengths, *starts)
+        return self.replayed(self.reader.graphs, key, read, context, n_steps, lengths, starts)
 
     def _read(self, tokens: Tensor, text_positions: Tensor) -> DraftStep:
         """Read one token per row, [n], at text positions [n, 1], and keeps it."""

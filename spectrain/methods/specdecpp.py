@@ -7,7 +7,7 @@ than the threshold. Any drafter with a hidden state will do: an ordinary draft m
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Literal
@@ -17,7 +17,7 @@ import torch
 from spectrain.config.values import Dtype, Nodes, Probability, Whole
 from spectrain.decoding import Drafter
 from spectrain.drafting.draft_chain import candidates_within
-from spectrain.drafting.stopping import HeadStop, StopRule
+from spectrain.drafting.stopping import HeadStop
 from spectrain.errors import UserError
 from spectrain.methods.options import find_artifact, method_of_kind
 from spectrain.models.artifacts import check_weights
@@ -33,20 +33,15 @@ class OpenDrafter:
 
     facts: DrafterFacts
     states: DraftStates
-    draft_dtype: str = "auto"  # of its weights while it drafts; see `draft_dtype_of`
 
-    def with_stop(self, gamma: int, stop: StopRule | None) -> Drafter:
-        """Return the decoding method: chains of at most gamma tokens, ended by the rule."""
-        return method_of_kind(self.facts.kind).of_states(self.states, gamma, stop, self.draft_dtype)
-
-    def open_head(self, folder: Path, facts: HeadFacts) -> AcceptanceHead:
+    def open_head(self, folder: Path, facts: HeadFacts, draft_dtype: str) -> AcceptanceHead:
         """Load a head for decoding with this drafter, where the drafter stands; see `load_head`.
 
         It computes in float32. Its blocks have 8 bits where `draft_dtype` gives them to the drafter.
         """
         head = load_head(folder, facts, self.facts)
         device = next(self.states.module.parameters()).device
-        dtype = draft_dtype_of(self.draft_dtype, device, torch.float32)
+        dtype = draft_dtype_of(draft_dtype, device, torch.float32)
         if device.type == "cpu":
             head.blocks = on_cpu(head.blocks, Int8Linear if dtype == torch.int8 else RowsLinear)
         return head.to(device).eval().requires_grad_(False)
@@ -95,7 +90,7 @@ def build(
         check_weights(inside, "drafter")
     recorded = inside or (facts.drafter.path if Path(facts.drafter.path).exists() else None)
     folder = str(drafter or recorded or find_artifact(kind, target))
-    opened = replace(open_drafter(target, kind, folder), draft_dtype=draft_dtype)
-    warns = partial(facts.why_off, head)
-    rule = HeadStop(opened.open_head(Path(head), facts), threshold, min_candidates, judge, warns)
-    return opened.with_stop(gamma, rule).describe(artifacts={"head": head, kind: folder})
+    opened, warns = open_drafter(target, kind, folder), partial(facts.why_off, head)
+    rule = HeadStop(opened.open_head(Path(head), facts, draft_dtype), threshold, min_candidates, judge, warns)
+    method = method_of_kind(kind).of_states(opened.states, gamma, rule, draft_dtype)
+    return method.describe(artifacts={"head": head, kind: folder})

@@ -76,14 +76,8 @@ class SpectraCore(ProbingDrafter):
         UserError: max_nodes has no room for one candidate.
     """
 
-    def __init__(
-        self,
-        options: CoreOptions | None = None,
-        max_nodes: int | str | None = None,
-        retriever: Retriever | None = None,
-    ):
-        self.options = options = options or CoreOptions()
-        self.retriever = retriever
+    def __init__(self, options: CoreOptions, max_nodes: int | str | None = None, retriever: Retriever | None = None):
+        self.options, self.retriever = options, retriever
         self.describe(store=None if retriever is None else retriever.store)
         N, W, G = options.ngram_tokens, options.pool_sequences, options.max_guesses
         all_nodes = 1 + (N - 1) * W + (N - 1) * (G - 1) + N
@@ -134,13 +128,9 @@ class SpectraCore(ProbingDrafter):
 
 
 class CoreRow:
-    """Candidates and dictionaries of one row.
+    """W candidates and the dictionaries of one row.
 
-    Args:
-        tokens: the prompt and the first token, the root.
-        options: see there.
-        n_candidates: W.
-        tail_tokens: last tokens of the text that someone else wants to read in `tail`.
+    `tokens` are the prompt and the first token, the root. Of the text, the last `tail_tokens` can be read in `tail`.
     """
 
     def __init__(self, tokens: list[int], options: CoreOptions, n_candidates: int, tail_tokens: int = 0):

@@ -167,7 +167,7 @@ class Speculative(ChainDrafter):
         width = model.config.get_text_config().hidden_size if self.stop is not None and self.stop.needs_hidden else 0
         state = torch.zeros(len(totals), width, dtype=model.dtype, device=model.device)
         key, starts = ("chain", cache.storage, used), (tokens, context.lengths - 2, state)
-        found = self.replayed(model.graphs, key, read, context, n_steps, lengths, *starts)
+        found = self.replayed(model.graphs, key, read, context, n_steps, lengths, starts)
         cache.hold([total + found[0].shape[1] - 1 for total in totals])  # the last token was not read
         return found
 

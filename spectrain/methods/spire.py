@@ -27,13 +27,13 @@ class Spire(FolderDrafter):
         if self.method.capture_layers:
             return
         config = self.drafter.config
+        self.keys.join(range(context.n_rows))
         for row in range(context.n_rows):
             length = context.n_tokens[row] - 1
             every = windowed_context(self.drafter, context.tokens[row, None, :length].to(context.device))
             n_sinks = min(config.sink_tokens, length)
             near = range(max(n_sinks, length - self.keys.ring_tokens), length)  # a slot is written once
             kept = torch.tensor([*range(n_sinks), *near], device=context.device)
-            self.keys.forget(row)
             read = [KeysValues(kv.keys[:, :, kept], kv.values[:, :, kept]) for kv in every]
             self.keys.write(read, kept[None], slice(row, row + 1))
 

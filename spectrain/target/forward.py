@@ -65,9 +65,6 @@ class DecoderProgram(Program):
         norms = None, block.key_norm.weight if self.shape.qk_norm else None
         self.rotate(self.qkv, None if bias is None else bias[first:], norms, self.rope, None, keys, values)
 
-    def attend_to(self, keys: Tensor, values: Tensor, seen: Tensor, n_seen: int) -> int:
-        return self.attend(self.queries, keys, values, self.attended, seen, n_seen)
-
     def mlp(self, block: LlamaBlock) -> None:
         """The block behind its attention; what it adds to x is left in `added`."""
         self.linear(self.attended, block.output, self.added)
@@ -107,8 +104,9 @@ class Forward(DecoderProgram):
                 if layer == i:
                     self.captures[c] = self.goes_on(self.copy(self.x, None))
             self.linear(self.normed, block.qkv, self.qkv)
-            self.rotates.append(self.split(block, cache.keys[i], cache.values[i]))
-            self.attends.append(self.attend_to(cache.keys[i], cache.values[i], self.chain, n_tokens))
+            own = cache.keys[i], cache.values[i]
+            self.rotates.append(self.split(block, *own))
+            self.attends.append(self.attend(self.queries, *own, self.attended, self.chain))
             self.mlp(block)
             added = self.added
         self.norm(self.x, added, decoder.norm.weight, self.final)

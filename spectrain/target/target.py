@@ -92,8 +92,7 @@ class TargetModel(ModelFacts):
         self._engine = _engine(model, engine, dtype, compile)
         check_choice("target.graphs", graphs, GRAPHS)
         is_on_one_card = self.device.type == "cuda" and len({one.device for one in model.parameters()}) == 1
-        has_graphs = graphs == "auto" and is_on_one_card
-        self.graphs = Graphs() if has_graphs else None
+        self.graphs = Graphs() if graphs == "auto" and is_on_one_card else None
         # Shared, as `graphs` is, by the copies that capture other layers.
         self.caches = CachePool(self._engine, self.graphs, self.n_layer)
         self.capture_layers = _checked(capture_layers, self.n_layer)

@@ -295,7 +295,6 @@ def budgets_by_lot(monkeypatch) -> Callable[[str], Drafter]:
         return np.array([lots.choice([0, 1, 2, 5])]), np.zeros(n_nodes + 1)
 
     def choose(auto, context):
-        auto._end_block()
         before, auto.active = auto.active, lots.choice(auto.arms)
         auto._left = lots.choice([1, 2])
         if auto.active is not before:

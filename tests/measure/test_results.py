@@ -6,7 +6,7 @@ import pytest
 
 from spectrain.data.prompts import Question
 from spectrain.decoding import Generation
-from spectrain.decoding.generation import Choices
+from spectrain.decoding.generation import Choice
 from spectrain.measure.results import BASELINE, QuestionRow, question_row, summarise
 from spectrain.target import Source
 
@@ -150,8 +150,8 @@ def test_nothing_answered_gives_nulls():
 
 
 def test_what_was_chosen_is_added_up_over_turns_and_questions():
-    first = turn(choices=[Choices("pld", "first", None, 1), Choices("spire", "first", 1.5, 2)])
-    second = turn(choices=[Choices("spire", "fastest", 2.0, 3), Choices(BASELINE, "trial", 1.0, 2)])
+    first = turn(choices=[Choice("pld", "first", None, 1), Choice("spire", "first", 1.5, 2)])
+    second = turn(choices=[Choice("spire", "fastest", 2.0, 3), Choice(BASELINE, "trial", 1.0, 2)])
     rows = [row("auto", "a", first, second), row("auto", "b", turn())]
     assert [one.steps for one in rows[0].choices] == [1, 2, 3, 2]
     for ordered in (rows, rows[::-1]):

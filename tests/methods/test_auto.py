@@ -11,7 +11,7 @@ import torch
 from omegaconf import OmegaConf
 
 from spectrain.decoding import Drafter, Generation, Sampling, generate
-from spectrain.decoding.generation import Choices
+from spectrain.decoding.generation import Choice
 from spectrain.errors import UserError
 from spectrain.methods import auto, options, registry
 from spectrain.methods.auto import PLAIN, Auto
@@ -61,7 +61,7 @@ def prompts() -> list[list[int]]:
     return [row[:7] * 3 + row for row in random_prompts([9, 20, 13], seed=1)]
 
 
-def choices_of(found: list[Generation]) -> list[Choices]:
+def choices_of(found: list[Generation]) -> list[Choice]:
     return [one for generation in found for one in generation.choices]
 
 

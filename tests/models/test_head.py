@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -71,7 +70,7 @@ def test_a_head_drafts_with_the_weights_of_its_drafter(tmp_path, target, draft_d
     for block in exact.blocks:
         torch.nn.init.normal_(block.weight, std=0.2)
     save_head(folder, exact, facts)
-    head = replace(opened, draft_dtype=draft_dtype).open_head(folder, facts)
+    head = opened.open_head(folder, facts, draft_dtype)
     assert {block.weight.dtype for block in head.blocks} == {DRAFT_DTYPES[draft_dtype]}
     states = torch.randn(5, opened.states.hidden_size)
     torch.testing.assert_close(head.probability(states), exact.probability(states), rtol=0, atol=nearly)

@@ -22,26 +22,25 @@ thread_number = types.ExternalFunction("omp_get_thread_num", types.int32())
 give_up_core = types.ExternalFunction("sched_yield", types.int32())
 
 
-PAUSE = "llvm.x86.sse2.pause"
+def _cast(operation: str, given: types.Type, returned: types.Type):
+    @intrinsic
+    def cast(typing, value):
+        def build(context, builder, signature, arguments):
+            return getattr(builder, operation)(arguments[0], context.get_value_type(signature.return_type))
 
+        return returned(given), build
 
-def is_x86() -> bool:
-    return platform.machine() in ("x86_64", "AMD64")
+    return cast
 
 
 def _pointer_to(kind: types.Type):
-    @intrinsic
-    def pointer(typing, address):
-        def build(context, builder, signature, arguments):
-            return builder.inttoptr(arguments[0], context.get_value_type(signature.return_type))
-
-        return types.CPointer(kind)(types.int64), build
-
-    return pointer
+    return _cast("inttoptr", types.int64, types.CPointer(kind))
 
 
 floats, wholes, flags = _pointer_to(types.float32), _pointer_to(types.int64), _pointer_to(types.uint8)
 halves, words, doubles = _pointer_to(types.uint16), _pointer_to(types.int32), _pointer_to(types.float64)
+# The bits of a float32 as int32, and the float32 that has such bits.
+bits_of, float_of = _cast("bitcast", types.float32, types.int32), _cast("bitcast", types.int32, types.float32)
 
 
 @intrinsic
@@ -88,8 +87,9 @@ def pause(typing):
     """Wait for some forty cycles, in which another thread of the same core may run."""
 
     def build(context, builder, signature, given):
-        if is_x86():
-            builder.call(get_or_insert_function(builder.module, ir.FunctionType(ir.VoidType(), []), PAUSE), [])
+        if platform.machine() in ("x86_64", "AMD64"):
+            kind = ir.FunctionType(ir.VoidType(), [])
+            builder.call(get_or_insert_function(builder.module, kind, "llvm.x86.sse2.pause"), [])
         return context.get_dummy_value()
 
     return types.void(), build
@@ -103,26 +103,6 @@ def widened(typing, upper):
         return builder.bitcast(builder.shl(builder.zext(given[0], int32_t), int32_t(16)), ir.FloatType())
 
     return types.float32(types.uint16), build
-
-
-@intrinsic
-def bits_of(typing, value):
-    """The bits of a float32 as int32."""
-
-    def build(context, builder, signature, given):
-        return builder.bitcast(given[0], int32_t)
-
-    return types.int32(types.float32), build
-
-
-@intrinsic
-def float_of(typing, bits):
-    """The float32 that has these bits, an int32."""
-
-    def build(context, builder, signature, given):
-        return builder.bitcast(given[0], ir.FloatType())
-
-    return types.float32(types.int32), build
 
 
 @intrinsic

@@ -40,14 +40,13 @@ LANE = (2**31 - 1) // 128  # the most that inputs of 16 bits may add up to in 32
 INT, WORD, SHORT, BYTE, FLOAT = ir.IntType(64), ir.IntType(32), ir.IntType(16), ir.IntType(8), ir.FloatType()
 
 
-def kernel(dtype: torch.dtype, n_rows: int) -> int:
-    """Return the address of the function that multiplies so many rows by weights of a dtype."""
-    return _compiled(dtype)[f"rows{_rows_together(n_rows)}"]
+def kernel(dtype: torch.dtype, n_rows: int) -> tuple[int, int]:
+    """Return the address of the function that multiplies so many rows by weights of a dtype.
 
-
-def matrix_rows(dtype: torch.dtype, n_rows: int) -> int:
-    """Return the rows of the matrix that this function takes at a time."""
-    return _matrix_rows(_rows_together(n_rows), dtype == torch.int8)
+    Also return the rows of the matrix that it takes at a time.
+    """
+    t = _rows_together(n_rows)
+    return _compiled(dtype)[f"rows{t}"], _matrix_rows(t, dtype == torch.int8)
 
 
 @cache

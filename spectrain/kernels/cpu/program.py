@@ -18,7 +18,7 @@ from torch import Tensor
 from spectrain.kernels.cpu import operations as ops
 from spectrain.kernels.cpu import products, tiles
 from spectrain.kernels.cpu.attention import CHUNK
-from spectrain.kernels.cpu.running import Table, product_lines
+from spectrain.kernels.cpu.running import Table, line_of, product_lines
 from spectrain.kernels.cpu.warping import N_OPTIONS, warping_bytes
 
 MOST_TOKENS = 64  # of a forward
@@ -26,13 +26,7 @@ MOST_PROGRAMS = 96  # kept
 
 
 class Program:
-    """Operations on fixed buffers, for M tokens: B rows of n.
-
-    Args:
-        n_rows: B.
-        n_tokens: n.
-        eps: of all norms.
-    """
+    """Operations on fixed buffers, for M tokens: B rows of n. All norms have the same `eps`."""
 
     def __init__(self, n_rows: int, n_tokens: int, eps: float = 1e-5) -> None:
         self.n_rows, self.n = n_rows, n_tokens
@@ -78,37 +72,34 @@ class Program:
         self._lines[place][ops.GOES_ON] = 1
         return place
 
-    def _add(self, operation: Callable | int, *arguments: int | Tensor | None) -> int:
+    def _add(self, operation: Callable | int, *arguments: int | Tensor | None, pieces: int = 0) -> int:
         """Append an operation. Return its place."""
-        numbers = []
-        for value in arguments:
-            if isinstance(value, Tensor):
-                self.hold(value.detach())  # the memory itself: a parameter may get another
-            numbers.append(value.data_ptr() if isinstance(value, Tensor) else value or 0)
+        self._hold_memory(*arguments)
         kind = operation if isinstance(operation, int) else ops.kind_of(operation)
-        self._lines.append([kind, *numbers, *[0] * (ops.GOES_ON - len(numbers))])
-        self._lines[-1][ops.PIECES] = self.n_threads
+        self._lines.append(line_of(kind, *arguments, pieces=pieces))
         return len(self._lines) - 1
+
+    def _hold_memory(self, *arguments: int | Tensor | None) -> None:
+        """Keep the memory of tensors, not the tensors themselves: a parameter may get another."""
+        self._kept += [one.detach() for one in arguments if isinstance(one, Tensor)]
 
     def product(self, x: Tensor, weight: Tensor, y: Tensor, scale: Tensor | None = None) -> int:
         """y [M, N] = x [M, K] @ weight [N, K].T, times scale [N]."""
-        for values in (x, weight, y, *([] if scale is None else [scale])):
-            self.hold(values.detach())
+        self._hold_memory(x, weight, y, scale)
         packed = splitting = None
         if tiles.takes(x, weight):
             packed = self._shared("packed", tiles.packed_size(*x.shape))
             splitting = self.hold(tiles.splitting(x, packed))
         lines, own_bytes = product_lines(x, weight, scale, y, self.n_threads, packed, splitting)
         self.own_bytes = max(self.own_bytes, own_bytes)
-        self._lines += [[*line, 0] for line in lines]
+        self._lines += lines
         return len(self._lines) - 1
 
     def norm(self, x: Tensor, added: Tensor | None, weight: Tensor, y: Tensor) -> int:
         """x += added, then y = RMSNorm(x) [M, D]. x and y may be columns of wider matrices."""
         sizes = x.shape[1], x.shape[0], x.stride(0), y.stride(0)
-        place = self._add(ops.norm, x, added, weight, y, self._eps, *sizes)
-        self._lines[place][ops.PIECES] = min(self.n_threads, len(x))  # no piece is without a row
-        return place
+        pieces = min(self.n_threads, len(x))  # none is without a row
+        return self._add(ops.norm, x, added, weight, y, self._eps, *sizes, pieces=pieces)
 
     def embed(self, table: Tensor, x: Tensor) -> int:
         """Write the rows of a table, float32 or bfloat16, of `tokens` to x [M, D]."""
@@ -137,8 +128,7 @@ class Program:
             norms: weights [E] of the norms of queries and keys.
             rope: as `angles` writes it.
             queries: [M, H E], where they go.
-            keys: [B, K, S, E], into whose `slots` they go; so do the values.
-            values: likewise.
+            keys, values: [B, K, S, E], into whose `slots` they go.
         """
         n_kv, size, m = keys.shape[1], keys.shape[3], len(joined)
         n_query = joined.shape[1] // size - 2 * n_kv if queries is not None else 0
@@ -148,8 +138,8 @@ class Program:
             *(None if bias is None else bias.float(), *norms, self._eps, *sizes),
         )
 
-    def attend(self, queries: Tensor, keys: Tensor, values: Tensor, attended: Tensor, seen: Tensor, n_seen: int) -> int:
-        """Attend to slots up to `lengths`, then to the next n_seen ones as flags [B or 1, n, n_seen] say.
+    def attend(self, queries: Tensor, keys: Tensor, values: Tensor, attended: Tensor, seen: Tensor) -> int:
+        """Attend to slots up to `lengths`, then to the next W ones as flags seen [B or 1, n, W] say.
 
         queries and attended: [M, H E]; keys and values: [B, K, S, E].
         """
@@ -161,7 +151,7 @@ class Program:
         kernels = self.hold(torch.tensor(products.attention_kernels())) if products.mixes(size) else None
         heads = n_query, n_kv, size
         place = self._add(
-            *(ops.attend, queries, keys, values, parts, self.lengths, seen, stride, n_seen, self.n, *heads),
+            *(ops.attend, queries, keys, values, parts, self.lengths, seen, stride, seen.shape[2], self.n, *heads),
             *(keys.stride(0), keys.stride(1), self.n_rows, scores, scale, kernels),
         )
         self._add(ops.combine, parts, attended, self.n, *heads, self.n_rows)

@@ -17,16 +17,7 @@ from spectrain.kernels import reference
 from spectrain.kernels.cpu import products, tiles
 from spectrain.kernels.cpu.accept import judge
 from spectrain.kernels.cpu.attention import move as move_nodes
-from spectrain.kernels.cpu.operations import (
-    FIELDS,
-    LINE_BYTES,
-    MOST_PIECES,
-    PIECES,
-    PRODUCT,
-    STATE_BYTES,
-    compiled,
-    kind_of,
-)
+from spectrain.kernels.cpu.operations import LINE_BYTES, MOST_PIECES, PIECES, PRODUCT, STATE_BYTES, compiled, kind_of
 from spectrain.kernels.cpu.processor import mkl_is_narrow, width
 from spectrain.kernels.cpu.warping import N_OPTIONS, warping_bytes
 from spectrain.kernels.cpu.warping import draw as draw_rows
@@ -63,19 +54,24 @@ def runner() -> int | None:
         return None
 
 
+def line_of(kind: int, *arguments: Tensor | int | None, pieces: int = 0) -> list[int]:
+    """Return an operation as compiled code reads it: its kind, addresses, sizes and pieces. 0: one for each thread."""
+    numbers = [one.data_ptr() if isinstance(one, Tensor) else one or 0 for one in arguments]
+    return [kind, *numbers, *[0] * (PIECES - 1 - len(numbers)), pieces, 0]
+
+
 class Table:
     """Operations as compiled code reads them, with the memory that it needs.
 
     Args:
-        lines: kind, addresses and sizes of each operation.
+        lines: each as `line_of` returns it.
         n_threads: that run them.
         own_bytes: memory of each thread.
     """
 
     def __init__(self, lines: Sequence[Sequence[int]], n_threads: int, own_bytes: int = 0) -> None:
-        self.lines, self.n_threads = np.zeros((len(lines), FIELDS), dtype=np.int64), n_threads
-        for line, numbers in zip(self.lines, lines, strict=True):
-            line[: len(numbers)] = numbers
+        self.lines, self.n_threads = np.array(lines, dtype=np.int64), n_threads
+        for line in self.lines:
             line[PIECES] = line[PIECES] or n_threads
         own_bytes = -(-own_bytes // LINE_BYTES) * LINE_BYTES
         self._states, states = _aligned(len(lines) * STATE_BYTES)
@@ -99,7 +95,7 @@ def product_lines(
     x: Tensor,
     weight: Tensor,
     scale: Tensor | None,
-    y: Tensor | int,
+    y: Tensor,
     n_threads: int,
     packed: Tensor | None = None,
     splitting: Tensor | None = None,
@@ -110,21 +106,16 @@ def product_lines(
     """
     (n_out, n_in), n_rows, lines = weight.shape, len(x), []
     if packed is None:
-        address, unit = products.kernel(weight.dtype, n_rows), products.matrix_rows(weight.dtype, n_rows)
+        address, unit = products.kernel(weight.dtype, n_rows)
     else:
         address, unit = tiles.kernels()["multiply"], tiles.SIZE
-        lines = [_padded([kind_of(tiles.split), tiles.kernels()["split"], splitting.data_ptr()], n_threads)]
-        x = packed
+        lines, x = [line_of(kind_of(tiles.split), tiles.kernels()["split"], splitting)], packed
     least = max(unit, products.LEAST_OUTPUTS)
     pieces = min(MOST_PIECES, n_out // least, max(2 * n_threads, weight.nbytes // PIECE_BYTES))
     pieces -= pieces % n_threads if pieces > n_threads else 0  # else some threads wait for the others' last piece
     own_bytes = LINE_BYTES + 4 * n_rows * (n_out // pieces + 2 * least)
-    line = _numbers((PRODUCT, address, x, weight, y, scale, n_out, n_in, n_rows, unit, weight.element_size()))
-    return [*lines, _padded(line, pieces)], own_bytes
-
-
-def _padded(line: list[int], pieces: int) -> list[int]:
-    return [*line, *[0] * (PIECES - len(line)), pieces]
+    sizes = n_out, n_in, n_rows, unit, weight.element_size()
+    return [*lines, line_of(PRODUCT, address, x, weight, y, scale, *sizes, pieces=pieces)], own_bytes
 
 
 def product(x: Tensor, weight: Tensor, scale: Tensor | None = None, least_tiled: int = tiles.LEAST_ROWS) -> Tensor:
@@ -247,8 +238,7 @@ def accept(
     """Judge the trees of B rows. Return path [B, N], accepted, bonus, and how many numbers were read, [B] each; int64.
 
     Args:
-        tokens: [B, N] int64.
-        parents: [B, N] int64.
+        tokens, parents: [B, N] int64.
         logits: [B, N, V] float32 of the target.
         options: see `warp_and_draw`.
         numbers: [B, n] of each row, as many as it may read.
@@ -267,11 +257,11 @@ def accept(
         n_threads = _threads(n_rows * n_nodes)
         p, lines, _work = _warping(logits, options)
     work = torch.empty(n_threads, warping_bytes(size) + 8 * n_nodes, dtype=torch.uint8)
-    line = (
+    judging = line_of(
         *(kind_of(judge), size, n_nodes, n_rows, options, _stride(options), work, work.shape[1], logits),
         *(numbers, numbers.stride(0), tokens, parents, probe, q, path, ends, int(numbers.dtype == torch.int64), p),
     )
-    Table([*lines, _numbers(line)], n_threads).run()
+    Table([*lines, judging], n_threads).run()
     return path, *ends.unbind()
 
 
@@ -284,23 +274,18 @@ def _stride(options: Tensor) -> int:
     return 0 if len(options) == 1 else N_OPTIONS
 
 
-def _numbers(line: tuple) -> list[int]:
-    return [one.data_ptr() if isinstance(one, Tensor) else one or 0 for one in line]
-
-
 def _warping(logits: Tensor, options: Tensor) -> tuple[Tensor, list[list[int]], Tensor]:
     """Return where probabilities are written, the operation that does so, and memory that must live until then."""
     size, probs = logits.shape[-1], torch.empty_like(logits)
     n_rows = logits.numel() // size
     work = torch.empty(_threads(n_rows), warping_bytes(size), dtype=torch.uint8)
     rows = logits, size, probs, size, n_rows, size
-    line = kind_of(warp_rows), *rows, options, _stride(options), work, work.shape[1], n_rows // len(logits)
-    return probs, [_numbers(line)], work
+    given = options, _stride(options), work, work.shape[1], n_rows // len(logits)
+    return probs, [line_of(kind_of(warp_rows), *rows, *given)], work
 
 
 def _drawing(weights: Tensor, numbers: Tensor, tokens: Tensor) -> list[int]:
     assert numbers.dtype in (torch.float32, torch.int64)  # compiled code reads what it is told
     by_noise, shape = int(numbers.dtype == torch.int64), weights.shape
-    return _numbers(
-        (kind_of(draw_rows), weights, shape[1], numbers, numbers.stride(0), 0, tokens, 0, 1, *shape, 0, by_noise)
-    )
+    drawing = weights, shape[1], numbers, numbers.stride(0), 0, tokens, 0, 1, *shape, 0, by_noise
+    return line_of(kind_of(draw_rows), *drawing)
