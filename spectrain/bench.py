@@ -38,7 +38,7 @@ from spectrain.config.training import SUGGESTED
 from spectrain.data.overlap import Sample, seen_questions
 from spectrain.data.prompts import Question, question_ids
 from spectrain.decoding import Drafter, Generation, Sampling, generate
-from spectrain.errors import UserError, check_whole, nearest
+from spectrain.errors import UserError, nearest
 from spectrain.measure import questions
 from spectrain.measure.bandwidth import step_costs, weight_bytes
 from spectrain.measure.baselines import BASELINES, build_baseline, own_model
@@ -298,7 +298,6 @@ def check(options: Bench) -> None:
             if getattr(options, name):
                 raise UserError(f"{name}= is not for minutes=, which compares methods= and writes no file; remove one")
     for size in batch_sizes(options):
-        check_whole("batch_size", size, 1)
         if options.peers and size != 1:
             raise UserError(f"peers decode one prompt at a time, not batch_size={size}; give batch_size=1")
     if options.peers and options.max_length is not None:
