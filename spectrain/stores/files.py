@@ -15,9 +15,10 @@ from functools import cache
 from pathlib import Path
 from typing import Annotated, BinaryIO, Generic, NoReturn, TypeVar
 
-import yaml
+from omegaconf import OmegaConf
 from pydantic import Field, TypeAdapter, ValidationError
 from rich.filesize import decimal
+from yaml import YAMLError
 
 from spectrain.errors import UserError
 
@@ -234,18 +235,9 @@ class RowFile(Generic[Row]):
                 out.write(json_line(row))
 
 
-class _PlainYaml(yaml.SafeLoader):
-    """YAML in which 1e-3 is a number, as it is for Hydra."""
-
-
-_PlainYaml.add_implicit_resolver(
-    "tag:yaml.org,2002:float", re.compile(r"[-+]?\d+(\.\d*)?[eE][-+]?\d+$"), "-+0123456789"
-)
-
-
 def read_yaml(file: Path) -> object:
     """Read a YAML file as plain values. Raises ValueError where it is none."""
     try:
-        return yaml.load(file.read_text(encoding="utf-8"), Loader=_PlainYaml)
-    except yaml.YAMLError as error:
+        return OmegaConf.to_container(OmegaConf.load(file))
+    except YAMLError as error:
         raise ValueError(" ".join(str(error).split())) from error
