@@ -84,17 +84,9 @@ def perplexities(
     advance: Advance = lambda n_tokens: None,
     server: CompletionServer | None = None,
 ) -> np.ndarray:
-    """Compute the perplexity of each document (token ids without BOS), infinity where it has no token to score.
+    """Compute the perplexities [documents] float64 of token ids without BOS; infinity where there is none to score.
 
-    Args:
-        target: scores the documents.
-        documents: [n] token ids of each.
-        scoring: how they are read.
-        advance: called after each batch with the tokens that it scored.
-        server: scores the windows in the target's place.
-
-    Returns:
-        [documents] float64.
+    A `server` scores in the target's place. `advance` is called after each batch with the tokens that it scored.
     """
     bos = np.array([] if scoring.bos_id is None else [scoring.bos_id], dtype=np.int64)
     texts = [np.concatenate([bos, document]) for document in documents]

@@ -22,13 +22,7 @@ Options = TypeVar("Options")
 
 
 def option(default: object, help: str, example: str = "") -> Any:
-    """Make a field.
-
-    Args:
-        default: a list is copied for each object.
-        help: what it is, with its unit.
-        example: as it is typed.
-    """
+    """Make a field, of a default (a list is copied), its meaning with the unit, and an example as it is typed."""
     metadata = {"help": f"{help} ({example})" if example else help}
     if isinstance(default, list):
         return field(default_factory=lambda: list(default), metadata=metadata)

@@ -125,7 +125,6 @@ def conversation_ids(
     replies are one text, joined by line breaks.
 
     Args:
-        tokenizer: of the target.
         turns: of the user so far.
         replies: to all turns but the last, as text or as token ids. From ids, special tokens and closing end-of-text
             tokens are dropped.

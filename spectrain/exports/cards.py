@@ -37,16 +37,10 @@ def trained_card(
     attempts: Sequence[Mapping],
     engine: str = NO_ENGINE,
 ) -> str:
-    """The card of a trained drafter, acceptance head or target.
+    """The card of a trained drafter, acceptance head or target, whose export command lines name `folder`.
 
-    Args:
-        kind: spire, vanilla, head or target.
-        folder: the export as command lines name it.
-        target: its name in command lines and its fingerprint; "" for a target from scratch.
-        config: of the run, resolved.
-        trained: steps, tokens, tau and more, as spectrain.json keeps them.
-        attempts: of run.json: code, versions, devices.
-        engine: how another engine runs a drafter or head that is no Hugging Face model, see `write_for_engine`.
+    `target` is its name in command lines and its fingerprint, both "" for a target from scratch. `trained` is what
+    spectrain.json keeps, `attempts` are those of run.json, and `engine` is what `write_for_engine` says.
     """
     taus = {name: row for name, row in (trained.get("tau") or {}).items() if name != "autoregressive"}
     hidden, data = (*types_of(Train), *NOT_SHOWN), config.data
@@ -73,14 +67,10 @@ def trained_card(
 
 
 def lookup_card(folder: str, target: tuple[str, str], method: str, options: Mapping, store: Mapping) -> str:
-    """The card of a lookup method.
+    """The card of a lookup method with these options, whose export command lines name `folder`.
 
-    Args:
-        folder: the export as command lines name it.
-        target: its name in command lines, and its tokenizer's fingerprint.
-        method: its name.
-        options: of the method; those that are None are left out.
-        store: `documents`, `tokens` and `built_from` (its config); empty without a datastore.
+    `target` is its name in command lines, and its tokenizer's fingerprint. `store` has `documents`, `tokens` and
+    `built_from` (the config of the datastore); it is empty where there is none.
     """
     reads_text = method in ("pld", "anpd") or options.get("input_source", method == "sssd")
     stored = [f"a datastore of {store['tokens']:,} tokens"] if store else []

@@ -107,7 +107,6 @@ class LookupProposer:
             sampled_token_ids: of each row the tokens of this step; none while its prompt is being read.
             num_tokens_no_spec: [R] int32, tokens of each row, including those of this step.
             token_ids_cpu: [R, L] int32, the texts; entries past a row's tokens are meaningless.
-            slot_mappings: ignored.
 
         Returns:
             One list per row, of at most num_speculative_tokens tokens; empty if no continuation is known.
