@@ -65,9 +65,7 @@ def main(options: Responses) -> None:
     out = store_path(options.out, "responses", config)
     questions = read_questions(options.prompts, options.limit)
     if options.source == "server":  # the target is there for its tokenizer, context and fingerprint
-        options = dataclasses.replace(
-            options, target=dataclasses.replace(options.target, device="cpu", parallel="none", tp=None)
-        )
+        options.target = dataclasses.replace(options.target, device="cpu", parallel="none", tp=None)
     with interruptible("to resume"):
         fabric = launch(options.target.device, options.target.parallel)
         build = Build(fabric, "responses", out, config, options.fresh, options.target.ranks_of_group(fabric.world_size))
