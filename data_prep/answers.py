@@ -21,8 +21,6 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from rich.markup import escape
-
 from data_prep.pipeline import Build, Parts
 from data_prep.progress import Advance, show_facts
 from spectrain.data.prompts import Question, question_ids, read_prompts
@@ -234,7 +232,7 @@ class PromptParts(Parts):
             raise UserError("no prompt was answered in time; give more minutes=")
         failed = [{"id": name, "reason": reasons[name]} for name in ids if name not in done]
         if failed and not (self.allow_failed and rows):
-            shown = {escape(entry["id"]): escape(entry["reason"]) for entry in failed[:SHOWN_FAILURES]}
+            shown = {entry["id"]: entry["reason"] for entry in failed[:SHOWN_FAILURES]}
             more = len(failed) - len(shown)
             show_facts("prompts that failed", shown | ({"..": f"and {more:,} more"} if more else {}))
             again = "the same command tries them again"

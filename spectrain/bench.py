@@ -179,9 +179,9 @@ def recommend(options: Bench, sampling: Sampling) -> None:
             console.print(terminal_table({"methods": methods}, console.width, one["setting"]), "")
     for name in dict.fromkeys(name for one in settings for name in one["left"]):
         if folders := ", ".join(Path(folder).name for folder in content["folders"][name]):
-            console.print(f"{name} drafts with {folders}", markup=False, highlight=False, soft_wrap=True)
+            console.print(f"{name} drafts with {folders}", soft_wrap=True)
     for said in (content["advice"], content["drafter"]):
-        console.print(said, markup=False, highlight=False, soft_wrap=True)
+        console.print(said, soft_wrap=True)
     say_how(options, settings, drafters, asked[0] if is_chat else None)
     if not trained:
         say_next("train", {"+exp": SUGGESTED, **typed_target(options), "plan": "true"})

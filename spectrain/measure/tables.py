@@ -103,7 +103,7 @@ def show(parts: Iterable[tuple[str, DataFrame]], columns: int = 100) -> None:
     """Print titles and tables, `columns` wide where the output is no terminal."""
     console = result_console(columns)
     for title, frame in parts:
-        console.print(title, highlight=False, markup=False, soft_wrap=True)
+        console.print(title, soft_wrap=True)
         console.print(for_terminal(frame), "")
 
 
