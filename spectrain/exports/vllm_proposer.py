@@ -135,7 +135,8 @@ class LookupProposer:
         found = []
         for row, text in rows.items():
             known = (by_row.get(row), *by_end.get(_end(text[: max(0, len(text) - n_new[row])]), ()))
-            request = next((r for r in known if r and r.seen < self._calls and _begins(text, r.text)), None)
+            known = (one for one in known if one and one.seen < self._calls)
+            request = next((one for one in known if np.array_equal(text[: len(one.text)], one.text)), None)
             unread = text[len(request.text) :] if request else text
             if len(unread) and not 0 <= unread.min() <= unread.max() < self.vocab_size:
                 continue  # compiled lookups do not check tokens, and engines have placeholders, as for images
@@ -151,8 +152,7 @@ class LookupProposer:
 
     def _draft(self, requests: Sequence[Request]) -> list[list[int]]:
         rooms = [min(self.draft_tokens, self.max_model_len - len(request.text)) for request in requests]
-        states, texts = ([getattr(request, name) for request in requests] for name in ("state", "text"))
-        tree = self._trees(states, texts, rooms)
+        tree = self._trees([request.state for request in requests], [request.text for request in requests], rooms)
         return [likeliest_branch(*row) for row in zip(tree.tokens.tolist(), tree.parents.tolist(), strict=True)]
 
     def _trees(self, states: Sequence[RowState], texts: Sequence[np.ndarray], rooms: Sequence[int]) -> DraftTree:
@@ -165,10 +165,6 @@ class LookupProposer:
         # In place of a `Context` what lookup methods read of one; a row may emit the drafted tokens, and one more.
         step = {"tokens": torch.from_numpy(tails), "n_tokens": lengths, "room": [room + 1 for room in rooms]}
         return self.drafter.propose(SimpleNamespace(**step, n_rows=len(texts), device=torch.device("cpu")))
-
-
-def _begins(text: np.ndarray, beginning: np.ndarray) -> bool:
-    return len(beginning) <= len(text) and np.array_equal(text[: len(beginning)], beginning)
 
 
 def _end(text: np.ndarray) -> tuple[int, bytes]:
