@@ -104,8 +104,8 @@ def perplexities(
     else:
         sums: list[Tensor] = []
         order: list[int] = []
-        budget_tokens = batch_tokens(scoring.batch_tokens, target.vocab_size)
-        for batch in length_buckets([w.stop - w.start - 1 for w in windows], budget_tokens):
+        batch_tokens = max(1, min(scoring.batch_tokens, LOGITS_BYTES // (4 * target.vocab_size)))
+        for batch in length_buckets([w.stop - w.start - 1 for w in windows], batch_tokens):
             rows = [windows[i] for i in batch]
             sums.append(_log_likelihoods(target, texts, rows))
             order += batch
@@ -118,11 +118,6 @@ def perplexities(
     with np.errstate(over="ignore"):
         mean = np.where(scored > 0, -log_likelihood / np.maximum(scored, 1), np.inf)
         return np.exp(mean)
-
-
-def batch_tokens(wanted: int, vocab_size: int) -> int:
-    """Return the tokens of a batch, bounded by the memory of its logits."""
-    return max(1, min(wanted, LOGITS_BYTES // (4 * vocab_size)))
 
 
 def _log_likelihoods(target: TargetModel, texts: Sequence[np.ndarray], rows: Sequence[Window]) -> Tensor:

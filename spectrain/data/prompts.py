@@ -133,8 +133,6 @@ def conversation_ids(
         tools: what the assistant may call, as JSON schemas.
     """
     assert len(turns) == len(replies) + 1, (len(turns), len(replies))
-    if chat not in ("auto", True, False):
-        raise UserError(f"chat={chat} must be auto, true or false")
     if chat is True and tokenizer.chat_template is None:
         raise UserError("chat=true, but the target's tokenizer has no chat template; use chat=false")
     messages = [{"role": "user", "content": turns[0]}]
