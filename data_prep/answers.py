@@ -83,7 +83,8 @@ class Answers:
     build: Build
     advance: Advance  # called with the prompts that are finished and the tokens that were drawn
     replies: dict[str, list[int]]  # to all prompts so far, by their ids
-    is_time_up: Callable[[], bool]
+    target: TargetModel  # whose ranks end together
+    ends_s: float | None = None  # by `time.monotonic`; None: with the last prompt
 
     def add(self, prompt: Prompt, answer: Answer) -> None:
         """Keep an answer; once this returns, a kill does not lose it. Raise TimeIsUpError where it was the last one."""
@@ -91,7 +92,7 @@ class Answers:
         answered = {"finish_reason": answer.finish_reason, "retokenized": answer.retokenized}
         self._append("rows", row | {"response": answer.tokens} | answered)
         self.replies[prompt.id] = answer.tokens
-        if self.is_time_up():
+        if self.ends_s is not None and self.target.agreed(time.monotonic() > self.ends_s):
             raise TimeIsUpError
 
     def fail(self, prompt: Prompt, reason: str) -> None:
@@ -175,22 +176,17 @@ class PromptParts(Parts):
         """Have all turns of these questions answered; those that the target cannot read have failed."""
         replies = {row["id"]: row["response"] for row in answered_rows(build.work)}
         ends_s = None if self.within_s is None else time.monotonic() + self.within_s
-
-        def is_time_up() -> bool:
-            return ends_s is not None and self.target.agreed(time.monotonic() > ends_s)
-
-        answers = Answers(build, advance, replies, is_time_up)
         with suppress(TimeIsUpError):
-            self._make(parts, answers, advance)
+            self._make(parts, Answers(build, advance, replies, self.target, ends_s))
 
-    def _make(self, parts: Sequence[int], answers: Answers, advance: Advance) -> None:
+    def _make(self, parts: Sequence[int], answers: Answers) -> None:
         for turn in range(max((len(self.questions[number].turns) for number in parts), default=0)):
             readable = []
             for number in parts:
                 if turn >= len(self.questions[number].turns):
                     continue
                 if turn_id(self.questions[number].id, turn) in answers.replies:
-                    advance(1, 0)  # by an earlier attempt, which did not reach the later turns
+                    answers.advance(1, 0)  # by an earlier attempt, which did not reach the later turns
                     continue
                 prompt, reason = self._prompt(number, turn, answers.replies)
                 if reason:
