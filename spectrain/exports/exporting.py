@@ -140,17 +140,16 @@ def write_again(
     `model` is what was read of `drafter`, an export or the folder of another project; `path` is the target's. For
     `options` see `Export`.
     """
-    artifact, module = read_manifest(drafter), module_of(read_manifest(drafter).kind)
-    is_ours, ignored = bool(artifact.target_fingerprint), {engine_module(artifact.kind).FOLDER}
+    artifact = read_manifest(drafter)
+    is_ours, kind = bool(artifact.target_fingerprint), artifact.kind
     if is_ours:
-        shutil.copytree(drafter, folder, dirs_exist_ok=True, ignore=lambda _, names: ignored & {*names})
+        shutil.copytree(drafter, folder, dirs_exist_ok=True, ignore=shutil.ignore_patterns(engine_module(kind).FOLDER))
     else:
         for file in (*drafter.glob("LICENSE*"), *drafter.glob(CARD)):
             shutil.copyfile(file, folder / file.name)
-    module.save(folder, model, stored_dtype(drafter))
-    if not is_ours:
-        write_facts(folder, artifact.kind, path, target, {})
-    engine = write_for_engine(artifact.kind, folder, out, target, options)
+        write_facts(folder, kind, path, target, {})
+    module_of(kind).save(folder, model, stored_dtype(drafter))
+    engine = write_for_engine(kind, folder, out, target, options)
     card = (folder / CARD).read_text(encoding="utf-8") if (folder / CARD).is_file() else f"# {out.name}\n"
     if is_ours:  # how engines run it stands last
         card = re.sub(
