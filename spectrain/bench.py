@@ -261,7 +261,7 @@ def decoders_of(
 
 def batch_sizes(options: Bench) -> list[int]:
     """Return the batch sizes that are measured, each once."""
-    return list(dict.fromkeys(options.batch_size if isinstance(options.batch_size, list) else [options.batch_size]))
+    return list(dict.fromkeys(names(options.batch_size)))
 
 
 def costs_on_gpu(target: TargetModel, drafter: Drafter, rows: Sequence[QuestionRow]) -> dict[str, float | None]:
