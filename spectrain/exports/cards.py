@@ -45,7 +45,7 @@ def trained_card(
     taus = {name: row for name, row in (trained.get("tau") or {}).items() if name != "autoregressive"}
     hidden, data = (*types_of(Train), *NOT_SHOWN), config.data
     options = {name: value for name, value in vars(config.own).items() if name not in hidden}
-    options |= {"init": _published(options["init"])} if "init" in options else {}
+    options |= {"init": published(options["init"])} if "init" in options else {}
     options |= {"seed": config.seed, "optimizer": vars(config.own.optimizer), "batch_size": data.batch_size}
     options |= {"precision": config.trainer.precision}
     return _card(
@@ -116,12 +116,12 @@ def json_argument(**value: object) -> str:
 
 
 def _named(path: str | None) -> str:
-    """` name`, or of several stores with colons; see `_published`."""
-    return f" `{':'.join(map(_published, str(path).split(':')))}`" if path else ""
+    """` name`, or of several stores with colons; see `published`."""
+    return f" `{':'.join(map(published, str(path).split(':')))}`" if path else ""
 
 
-def _published(path: str) -> str:
-    """The path; of an absolute one the last part, because a card may be published."""
+def published(path: str | PurePath) -> str:
+    """The path as it was given; of an absolute one the last part, because a card may be published."""
     return PurePath(path).name if PurePath(path).is_absolute() else str(PurePath(path))
 
 
