@@ -63,8 +63,9 @@ class LookupProposer:
         self.draft_tokens = vllm_config.speculative_config.num_speculative_tokens
         check_whole("num_speculative_tokens", self.draft_tokens, 1)
         self.max_model_len = model.max_model_len
+        named = more.get(KEY) if isinstance(more, dict) else None
         try:
-            self._open(folder_of(more.get(KEY) if isinstance(more, dict) else None), model)
+            self._open(named or os.environ.get(VARIABLE), model)
         except UserError as error:
             log.error("lookup drafter refused: %s", error)  # vLLM's own error speaks of the constructor
             raise
@@ -72,9 +73,13 @@ class LookupProposer:
         self._calls = 0
         warn_if_samples_are_wrong()
 
-    def _open(self, folder: Path, model: Any) -> None:
+    def _open(self, named: str | None, model: Any) -> None:
         """Open the lookup method for the served model, and compile it before the first request waits for it."""
-        facts = read_lookup_facts(folder)
+        if not named:
+            raise UserError(
+                f"no lookup method is named; give its folder (of spectrain export) as the variable {VARIABLE}"
+            )
+        facts = read_lookup_facts(folder := Path(named))
         if (vocab_size := model.get_vocab_size()) < facts.vocab_size:
             raise UserError(
                 f"{folder} has tokens up to {facts.vocab_size}, but the served model has a vocabulary of {vocab_size}; "
@@ -180,14 +185,6 @@ def likeliest_branch(tokens: Sequence[int], parents: Sequence[int]) -> list[int]
             branch.append(tokens[child])
             node = child
     return branch
-
-
-def folder_of(named: str | None) -> Path:
-    """The exported folder that an engine's config names, else the variable. Raise UserError if neither does."""
-    named = named or os.environ.get(VARIABLE)
-    if not named:
-        raise UserError(f"no lookup method is named; give its folder (of spectrain export) as the variable {VARIABLE}")
-    return Path(named)
 
 
 def check_served(folder: Path, facts: LookupFacts, tokenizer: PreTrainedTokenizerBase | str) -> None:
