@@ -30,6 +30,8 @@ Count = Annotated[int, Field(ge=0)]
 T = TypeVar("T")  # a dataclass, a TypedDict or a mapping of typed values
 Row = TypeVar("Row")  # a dataclass
 
+_adapter = cache(TypeAdapter)  # of a type
+
 
 def write_whole(file: Path, content: str | bytes | Callable[[BinaryIO], object]) -> None:
     """Write a file, on disk and whole, in place of an older one, which stays where that fails.
@@ -186,11 +188,6 @@ def from_json(kind: type[T], values: object) -> T:
     except ValidationError as error:
         first = error.errors()[0]
         raise ValueError(": ".join(filter(None, [".".join(map(str, first["loc"])), first["msg"]]))) from error
-
-
-@cache
-def _adapter(kind: type[T]) -> TypeAdapter[T]:
-    return TypeAdapter(kind)
 
 
 def read_lines(file: Path) -> list[dict]:
