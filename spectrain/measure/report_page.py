@@ -15,11 +15,12 @@ from pathlib import Path
 from jinja2 import Environment, PackageLoader
 from pandas import DataFrame
 
+from spectrain.config import read_yaml
 from spectrain.decoding import Sampling
 from spectrain.measure import tables
 from spectrain.measure.tables import fixed, interval, number, percent, table_of
 from spectrain.methods.registry import BASELINE
-from spectrain.stores.files import read_json, read_lines, read_yaml, write_whole
+from spectrain.stores.files import read_json, read_lines, write_whole
 
 GENERATOR = "spectrain.report"  # by it a page of ours is recognised
 Bar = tuple[str, str, float]  # a name, what stands behind the bar, and its length in percent of the longest

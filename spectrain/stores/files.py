@@ -15,10 +15,8 @@ from functools import cache
 from pathlib import Path
 from typing import Annotated, BinaryIO, Generic, NoReturn, TypeVar
 
-from omegaconf import OmegaConf
 from pydantic import Field, TypeAdapter, ValidationError
 from rich.filesize import decimal
-from yaml import YAMLError
 
 from spectrain.errors import UserError
 
@@ -230,11 +228,3 @@ class RowFile(Generic[Row]):
         if self.writes:
             with self.file.open("a", encoding="utf-8") as out:
                 out.write(json_line(row))
-
-
-def read_yaml(file: Path) -> object:
-    """Read a YAML file as plain values. Raises ValueError where it is none."""
-    try:
-        return OmegaConf.to_container(OmegaConf.load(file))
-    except YAMLError as error:
-        raise ValueError(" ".join(str(error).split())) from error
