@@ -23,8 +23,8 @@ from pathlib import Path
 
 from data_prep.pipeline import Build, Parts
 from data_prep.progress import Advance, show_facts
-from spectrain.data.prompts import Question, question_ids, read_prompts
-from spectrain.data.texts import STDLIB_HELD_OUT, is_held_out, read_documents, turn_id, unit_hash
+from spectrain.data.prompts import Question, question_ids
+from spectrain.data.texts import turn_id
 from spectrain.decoding import Sampling
 from spectrain.decoding.engine import check_prompt
 from spectrain.decoding.loop import Emitted
@@ -38,9 +38,6 @@ log = logging.getLogger(__name__)
 
 DECODED_TOGETHER = 1024  # prompts handed to the loop at once, at least: batches stay full and memory small
 SHOWN_FAILURES = 20
-STDLIB_PROMPTS = 400
-STDLIB_CHARACTERS = 400  # of a prompt: with 512 new tokens it fits the bundled target, even at one token per character
-STDLIB_LEAST_CHARACTERS = 2400  # of a module, so that there is something to continue
 
 
 @dataclass(frozen=True)
@@ -263,18 +260,3 @@ def answered_rows(work: Path) -> list[dict]:
         for row in read_lines(file):
             rows.setdefault(row["id"], row)
     return list(rows.values())
-
-
-def read_questions(prompts: str | None, limit: int | None) -> list[Question]:
-    """Read the questions of a prompt file; without one, take the beginnings of modules of the standard library.
-
-    Those are modules that training sees as well, in hashed order.
-    """
-    if prompts is not None:
-        return read_prompts(prompts, limit)
-    found = []
-    for document in read_documents(None):
-        if not is_held_out(document.id, STDLIB_HELD_OUT) and len(document.text) > STDLIB_LEAST_CHARACTERS:
-            name = f"{document.id}:0"
-            found.append((unit_hash(name), Question(name, "stdlib", (document.text[:STDLIB_CHARACTERS],))))
-    return [question for _, question in sorted(found, key=lambda entry: entry[0])[: limit or STDLIB_PROMPTS]]
