@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from data_prep.answers import Answers, read_questions
+from data_prep.answers import Answers
 from data_prep.responses import check_answering
 from spectrain.cli import composed
 from spectrain.config import options_of
@@ -17,6 +17,7 @@ from spectrain.data.prompts import conversation_ids
 from spectrain.data.texts import STDLIB_HELD_OUT, is_held_out, read_documents
 from spectrain.decoding import Sampling, generate
 from spectrain.errors import UserError
+from spectrain.measure.questions import read_questions
 from spectrain.methods.registry import build_method, method_config
 from spectrain.stores.rows import open_responses
 from spectrain.target import fingerprint, load_target, tokenizer_fingerprint
@@ -254,7 +255,7 @@ def test_an_id_that_is_that_of_anothers_later_turn_is_refused(respond, asked, tm
 
 
 def test_prompts_of_the_standard_library_are_beginnings_of_the_training_split():
-    questions = read_questions(None, None)
+    questions = read_questions(None, None, held_out=False)
     assert len(questions) == len({question.id for question in questions}) == 400
     texts = {document.id: document.text for document in read_documents(None)}
     for question in questions:
