@@ -84,9 +84,10 @@ def perplexities(
     advance: Advance = lambda n_tokens: None,
     server: CompletionServer | None = None,
 ) -> np.ndarray:
-    """Compute the perplexities [documents] float64 of token ids without BOS; infinity where there is none to score.
+    """Compute the perplexity of each document, which is token ids without BOS: [documents] float64.
 
-    A `server` scores in the target's place. `advance` is called after each batch with the tokens that it scored.
+    It is infinite where there is no token to score. A `server` scores in the target's place. `advance` is called after
+    each batch with the tokens that it scored.
     """
     bos = np.array([] if scoring.bos_id is None else [scoring.bos_id], dtype=np.int64)
     texts = [np.concatenate([bos, document]) for document in documents]

@@ -66,8 +66,7 @@ class Corpus:
     path: FilePaths | None = option(
         None,
         "a file or folder of chat data, prose or source code, a saved dataset, an id on the hub, responses:<folder>, "
-        "or several of these in a list; null: the sources of Python's standard library "
-        "(corpus=chats.json)",
+        "or several of these in a list; null: the sources of Python's standard library (corpus=chats.json)",
     )
     weights: list[Positive] | None = option(
         None, "of the paths, in their order: how often each document is read, 0.5 for half of them"

@@ -37,10 +37,11 @@ def trained_card(
     attempts: Sequence[Mapping],
     engine: str = NO_ENGINE,
 ) -> str:
-    """The card of a trained drafter, acceptance head or target, whose export command lines name `folder`.
+    """The card of a trained drafter, acceptance head or target.
 
-    `target` is its name in command lines and its fingerprint, both "" for a target from scratch. `trained` is what
-    spectrain.json keeps, `attempts` are those of run.json, and `engine` is what `write_for_engine` says.
+    `folder` is the export as command lines name it. `target` is the name of the target there, and its fingerprint; both
+    are "" for a target from scratch. `trained` is what spectrain.json keeps, `attempts` are those of run.json, and
+    `engine` is what `write_for_engine` says.
     """
     taus = {name: row for name, row in (trained.get("tau") or {}).items() if name != "autoregressive"}
     hidden, data = (*types_of(Train), *NOT_SHOWN), config.data
@@ -67,10 +68,10 @@ def trained_card(
 
 
 def lookup_card(folder: str, target: tuple[str, str], method: str, options: Mapping, store: Mapping) -> str:
-    """The card of a lookup method with these options, whose export command lines name `folder`.
+    """The card of a lookup method.
 
-    `target` is its name in command lines, and its tokenizer's fingerprint. `store` has `documents`, `tokens` and
-    `built_from` (the config of the datastore); it is empty where there is none.
+    `folder` is the export as command lines name it. `target` is the name of the target there, and its tokenizer's
+    fingerprint. `store` has `documents`, `tokens` and `built_from` (its config); it is empty without a datastore.
     """
     reads_text = method in ("pld", "anpd") or options.get("input_source", method == "sssd")
     stored = [f"a datastore of {store['tokens']:,} tokens"] if store else []
