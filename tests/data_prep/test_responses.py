@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from data_prep.answers import Answers
+from data_prep.progress import show_facts
 from data_prep.responses import check_answering
 from spectrain.cli import composed
 from spectrain.config import options_of
@@ -307,3 +308,12 @@ def test_wrong_input_is_one_sentence_and_leaves_nothing(respond, asked, case, tm
     assert err.startswith("error: ")
     assert err.count("\n") == 1
     assert sorted(path.name for path in tmp_path.rglob("*")) == ["file", "p.jsonl", "taken"]
+
+
+def test_prompts_that_come_with_spectrain_are_known():
+    assert len(read_questions("chat", 2, held_out=False)) == 2
+
+
+def test_names_with_brackets_are_shown_as_they_are(capsys):
+    show_facts("responses", {"folder": "runs[1]/:a:"})
+    assert "runs[1]/:a:" in capsys.readouterr().out
