@@ -21,12 +21,10 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from rich.markup import escape
-
 from data_prep.pipeline import Build, Parts
 from data_prep.progress import Advance, show_facts
-from spectrain.data.prompts import Question, question_ids, read_prompts
-from spectrain.data.texts import STDLIB_HELD_OUT, is_held_out, read_documents, turn_id, unit_hash
+from spectrain.data.prompts import Question, question_ids
+from spectrain.data.texts import turn_id
 from spectrain.decoding import Sampling
 from spectrain.decoding.engine import check_prompt
 from spectrain.decoding.loop import Emitted
@@ -40,9 +38,6 @@ log = logging.getLogger(__name__)
 
 DECODED_TOGETHER = 1024  # prompts handed to the loop at once, at least: batches stay full and memory small
 SHOWN_FAILURES = 20
-STDLIB_PROMPTS = 400
-STDLIB_CHARACTERS = 400  # of a prompt: with 512 new tokens it fits the bundled target, even at one token per character
-STDLIB_LEAST_CHARACTERS = 2400  # of a module, so that there is something to continue
 
 
 @dataclass(frozen=True)
@@ -85,7 +80,8 @@ class Answers:
     build: Build
     advance: Advance  # called with the prompts that are finished and the tokens that were drawn
     replies: dict[str, list[int]]  # to all prompts so far, by their ids
-    is_time_up: Callable[[], bool]
+    target: TargetModel  # whose ranks end together
+    ends_s: float | None = None  # by `time.monotonic`; None: with the last prompt
 
     def add(self, prompt: Prompt, answer: Answer) -> None:
         """Keep an answer; once this returns, a kill does not lose it. Raise TimeIsUpError where it was the last one."""
@@ -93,7 +89,7 @@ class Answers:
         answered = {"finish_reason": answer.finish_reason, "retokenized": answer.retokenized}
         self._append("rows", row | {"response": answer.tokens} | answered)
         self.replies[prompt.id] = answer.tokens
-        if self.is_time_up():
+        if self.ends_s is not None and self.target.agreed(time.monotonic() > self.ends_s):
             raise TimeIsUpError
 
     def fail(self, prompt: Prompt, reason: str) -> None:
@@ -177,22 +173,17 @@ class PromptParts(Parts):
         """Have all turns of these questions answered; those that the target cannot read have failed."""
         replies = {row["id"]: row["response"] for row in answered_rows(build.work)}
         ends_s = None if self.within_s is None else time.monotonic() + self.within_s
-
-        def is_time_up() -> bool:
-            return ends_s is not None and self.target.agreed(time.monotonic() > ends_s)
-
-        answers = Answers(build, advance, replies, is_time_up)
         with suppress(TimeIsUpError):
-            self._make(parts, answers, advance)
+            self._make(parts, Answers(build, advance, replies, self.target, ends_s))
 
-    def _make(self, parts: Sequence[int], answers: Answers, advance: Advance) -> None:
+    def _make(self, parts: Sequence[int], answers: Answers) -> None:
         for turn in range(max((len(self.questions[number].turns) for number in parts), default=0)):
             readable = []
             for number in parts:
                 if turn >= len(self.questions[number].turns):
                     continue
                 if turn_id(self.questions[number].id, turn) in answers.replies:
-                    advance(1, 0)  # by an earlier attempt, which did not reach the later turns
+                    answers.advance(1, 0)  # by an earlier attempt, which did not reach the later turns
                     continue
                 prompt, reason = self._prompt(number, turn, answers.replies)
                 if reason:
@@ -234,7 +225,7 @@ class PromptParts(Parts):
             raise UserError("no prompt was answered in time; give more minutes=")
         failed = [{"id": name, "reason": reasons[name]} for name in ids if name not in done]
         if failed and not (self.allow_failed and rows):
-            shown = {escape(entry["id"]): escape(entry["reason"]) for entry in failed[:SHOWN_FAILURES]}
+            shown = {entry["id"]: entry["reason"] for entry in failed[:SHOWN_FAILURES]}
             more = len(failed) - len(shown)
             show_facts("prompts that failed", shown | ({"..": f"and {more:,} more"} if more else {}))
             again = "the same command tries them again"
@@ -269,18 +260,3 @@ def answered_rows(work: Path) -> list[dict]:
         for row in read_lines(file):
             rows.setdefault(row["id"], row)
     return list(rows.values())
-
-
-def read_questions(prompts: str | None, limit: int | None) -> list[Question]:
-    """Read the questions of a prompt file; without one, take the beginnings of modules of the standard library.
-
-    Those are modules that training sees as well, in hashed order.
-    """
-    if prompts is not None:
-        return read_prompts(prompts, limit)
-    found = []
-    for document in read_documents(None):
-        if not is_held_out(document.id, STDLIB_HELD_OUT) and len(document.text) > STDLIB_LEAST_CHARACTERS:
-            name = f"{document.id}:0"
-            found.append((unit_hash(name), Question(name, "stdlib", (document.text[:STDLIB_CHARACTERS],))))
-    return [question for _, question in sorted(found, key=lambda entry: entry[0])[: limit or STDLIB_PROMPTS]]

@@ -205,9 +205,8 @@ def found_server(options: Server, fabric: Fabric) -> CompletionServer:
     """Return the server of a command's options, once it has answered; UserError where it does not."""
     for name in ("httpx", "httpx2", "openai"):
         logging.getLogger(name).setLevel(logging.WARNING)  # otherwise a line per request
-    model = None if options.model is None else str(options.model)
-    limits = (options.concurrency, options.retries, float(options.timeout_s))
-    server = CompletionServer(str(options.base_url), os.environ.get("OPENAI_API_KEY"), model, *limits)
+    key, limits = os.environ.get("OPENAI_API_KEY"), (options.concurrency, options.retries, options.timeout_s)
+    server = CompletionServer(options.base_url, key, options.model, *limits)
     return replace(server, model=decided(fabric, server.find_model))
 
 

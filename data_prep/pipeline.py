@@ -36,7 +36,7 @@ from data_prep.progress import Advance, token_progress
 from spectrain.config import plain
 from spectrain.errors import UserError
 from spectrain.stores.files import free_bytes, json_line, parse_json, read_json, real_path, rename, to_disk, write_json
-from spectrain.stores.folder import MANIFEST, digest, kind_of, locked
+from spectrain.stores.folder import digest, locked, stands
 from spectrain.stores.locations import CHECKPOINTS
 from spectrain.terminal import stage
 
@@ -203,7 +203,7 @@ class Build:
     def _open(self, held: contextlib.ExitStack) -> None:
         """Hold `out` and the work folder. Raise UserError where a finished store is not to be replaced."""
         held.enter_context(self._held())
-        if self._stands():
+        if stands(self.out, self.kind):
             file = self.work / WORK
             begun_fresh = file.is_file() and read_json(file)["fresh"]
             if not begun_fresh or (self.work / REPLACED).is_dir():  # killed when only the parts were left to remove
@@ -256,7 +256,7 @@ class Build:
         After a kill `out` is the whole old store, the whole new one, or not there, and then the same command goes on.
         """
         to_disk(self.store)
-        if self._stands():
+        if stands(self.out, self.kind):
             rename(self.out, self.work / REPLACED)
         rename(self.store, self.out)
         self.clear()
@@ -265,13 +265,3 @@ class Build:
         """Empty the work folder; `work.json` goes first, because without it the parts count for nothing."""
         for child in sorted(self.work.iterdir(), key=lambda child: child.name != WORK):
             shutil.rmtree(child) if child.is_dir() else child.unlink()
-
-    def _stands(self) -> bool:
-        """Return whether a finished store, whose manifest is written last, is at `out`; UserError for anything else."""
-        out = self.out
-        if not out.exists() or (out.is_dir() and not any(out.iterdir())):
-            return False
-        # None: damaged, which fresh=true may replace.
-        if not (out / MANIFEST).is_file() or kind_of(out / MANIFEST) not in (self.kind, None):
-            raise UserError(f"out={out} exists and was not written by spectrain {self.kind}; give another out")
-        return True

@@ -21,7 +21,7 @@ from collections import Counter
 from functools import partial
 from pathlib import Path
 
-from data_prep.answers import Answering, PromptParts, answer_in_loop, read_questions
+from data_prep.answers import Answering, PromptParts, answer_in_loop
 from data_prep.openai_client import found_server
 from data_prep.pipeline import Build, hashed_config, launch, rank_device, store_path
 from data_prep.progress import show_facts, speed
@@ -32,6 +32,7 @@ from spectrain.data.overlap import found_in, question_runs
 from spectrain.data.prompts import Question, read_prompts
 from spectrain.decoding import Sampling, stream
 from spectrain.errors import UserError
+from spectrain.measure.questions import read_questions
 from spectrain.methods.registry import build_configured
 from spectrain.stores.rows import ResponseManifest, open_responses
 from spectrain.target import fingerprint, tokenizer_fingerprint
@@ -63,11 +64,9 @@ def main(options: Responses) -> None:
     config = hashed_config(options, NOT_HASHED)
     config["stop_strings"] = config.pop("stop")  # as stores and the names of their folders have it
     out = store_path(options.out, "responses", config)
-    questions = read_questions(options.prompts, options.limit)
+    questions = read_questions(options.prompts, options.limit, held_out=False)
     if options.source == "server":  # the target is there for its tokenizer, context and fingerprint
-        options = dataclasses.replace(
-            options, target=dataclasses.replace(options.target, device="cpu", parallel="none", tp=None)
-        )
+        options.target = dataclasses.replace(options.target, device="cpu", parallel="none", tp=None)
     with interruptible("to resume"):
         fabric = launch(options.target.device, options.target.parallel)
         build = Build(fabric, "responses", out, config, options.fresh, options.target.ranks_of_group(fabric.world_size))

@@ -84,17 +84,10 @@ def perplexities(
     advance: Advance = lambda n_tokens: None,
     server: CompletionServer | None = None,
 ) -> np.ndarray:
-    """Compute the perplexity of each document (token ids without BOS), infinity where it has no token to score.
+    """Compute the perplexity of each document, which is token ids without BOS: [documents] float64.
 
-    Args:
-        target: scores the documents.
-        documents: [n] token ids of each.
-        scoring: how they are read.
-        advance: called after each batch with the tokens that it scored.
-        server: scores the windows in the target's place.
-
-    Returns:
-        [documents] float64.
+    It is infinite where there is no token to score. A `server` scores in the target's place. `advance` is called after
+    each batch with the tokens that it scored.
     """
     bos = np.array([] if scoring.bos_id is None else [scoring.bos_id], dtype=np.int64)
     texts = [np.concatenate([bos, document]) for document in documents]
@@ -112,8 +105,8 @@ def perplexities(
     else:
         sums: list[Tensor] = []
         order: list[int] = []
-        budget_tokens = batch_tokens(scoring.batch_tokens, target.vocab_size)
-        for batch in length_buckets([w.stop - w.start - 1 for w in windows], budget_tokens):
+        batch_tokens = max(1, min(scoring.batch_tokens, LOGITS_BYTES // (4 * target.vocab_size)))
+        for batch in length_buckets([w.stop - w.start - 1 for w in windows], batch_tokens):
             rows = [windows[i] for i in batch]
             sums.append(_log_likelihoods(target, texts, rows))
             order += batch
@@ -126,11 +119,6 @@ def perplexities(
     with np.errstate(over="ignore"):
         mean = np.where(scored > 0, -log_likelihood / np.maximum(scored, 1), np.inf)
         return np.exp(mean)
-
-
-def batch_tokens(wanted: int, vocab_size: int) -> int:
-    """Return the tokens of a batch, bounded by the memory of its logits."""
-    return max(1, min(wanted, LOGITS_BYTES // (4 * vocab_size)))
 
 
 def _log_likelihoods(target: TargetModel, texts: Sequence[np.ndarray], rows: Sequence[Window]) -> Tensor:

@@ -19,7 +19,7 @@ from spectrain.cli import interruptible
 from spectrain.config.commands import MakeTarget
 from spectrain.errors import UserError, check_choice
 from spectrain.models.packages import PACKAGES, write_package, write_target
-from spectrain.stores.folder import MANIFEST, kind_of, locked, sha256, write_folder
+from spectrain.stores.folder import locked, sha256, stands, write_folder
 from spectrain.stores.locations import CHECKPOINTS, MADE
 from spectrain.terminal import PROMPTS, say_next
 
@@ -40,11 +40,8 @@ def main(options: MakeTarget) -> None:
         method, target, origin = "pld", out, {"source": f"the file {file.name}", "sha256": sha256(file)}
         write = partial(write_target, file=file, called=f"gguf={file}", origin=origin, dtype=options.dtype)
     with interruptible(), locked(out, otherwise=", or give another out"):
-        if out.exists() and any(out.iterdir()):
-            if not (out / MANIFEST).is_file() or kind_of(out / MANIFEST) != "target":
-                raise UserError(f"out={out} exists and was not written by spectrain target; give another out")
-            if not options.fresh:
-                raise UserError(f"{out} is finished; give another out, or give fresh=true")
+        if stands(out, "target") and not options.fresh:
+            raise UserError(f"{out} is finished; give another out, or give fresh=true")
         facts = write_folder(out, write, replace=True)
     show_facts("target", {"folder": str(out), **facts})
     say_next("generate", {"method": method, "target": target, "prompt": PROMPTS[facts["chat template"] == "yes"]})

@@ -31,7 +31,8 @@ from matplotlib.figure import Figure
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # a checkout need not be installed
 
-from spectrain.stores.files import read_yaml, write_json
+from spectrain.config import read_yaml
+from spectrain.stores.files import write_json
 
 SWEPT = {  # method -> option -> values: those of the paper and what surrounds them
     "specdecpp": {"threshold": (0.1, 0.3, 0.5, 0.7, 0.9)},

@@ -10,6 +10,7 @@ print(reply.text, reply.accepted, "of", reply.drafted, "drafted tokens accepted"
 from __future__ import annotations
 
 import sys
+from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -17,21 +18,23 @@ from spectrain import caches
 from spectrain.old_names import OldNames
 
 if TYPE_CHECKING:
-    from spectrain.decoding import Drafter, TargetModel
+    from spectrain.decoding import TargetModel
+    from spectrain.methods.registry import load_method
     from spectrain.serving.llm import LLM
 
 __all__ = ["LLM", "load_method", "load_target"]
+
+# Imported when they are asked for: the commands import this package too, and most need no model.
+ON_DEMAND = {"LLM": "spectrain.serving.llm", "load_method": "spectrain.methods.registry"}
 
 caches.settle()
 sys.meta_path.append(OldNames())
 
 
 def __getattr__(name: str) -> object:
-    if name == "LLM":  # on demand: the commands import this package too, and most need no model
-        from spectrain.serving.llm import LLM
-
-        return LLM
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    if name not in ON_DEMAND:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(import_module(ON_DEMAND[name]), name)
 
 
 def load_target(name: str | Path = "pystdlib-8l", dtype: str = "float32", device: str = "auto") -> TargetModel:
@@ -50,10 +53,3 @@ def load_target(name: str | Path = "pystdlib-8l", dtype: str = "float32", device
     from spectrain.models.packages import target_path
 
     return load_target(target_path(name_of("target", name)), dtype, device)
-
-
-def load_method(source: str | Path, target: TargetModel, **options: object) -> Drafter:
-    """Open a method by name, or an exported folder; see `spectrain.methods.registry.load_method`."""
-    from spectrain.methods.registry import load_method
-
-    return load_method(source, target, **options)

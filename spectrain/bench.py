@@ -38,7 +38,7 @@ from spectrain.config.training import SUGGESTED
 from spectrain.data.overlap import Sample, seen_questions
 from spectrain.data.prompts import Question, question_ids
 from spectrain.decoding import Drafter, Generation, Sampling, generate
-from spectrain.errors import UserError, check_whole, nearest
+from spectrain.errors import UserError, nearest
 from spectrain.measure import questions
 from spectrain.measure.bandwidth import step_costs, weight_bytes
 from spectrain.measure.baselines import BASELINES, build_baseline, own_model
@@ -179,9 +179,9 @@ def recommend(options: Bench, sampling: Sampling) -> None:
             console.print(terminal_table({"methods": methods}, console.width, one["setting"]), "")
     for name in dict.fromkeys(name for one in settings for name in one["left"]):
         if folders := ", ".join(Path(folder).name for folder in content["folders"][name]):
-            console.print(f"{name} drafts with {folders}", markup=False, highlight=False, soft_wrap=True)
+            console.print(f"{name} drafts with {folders}", soft_wrap=True)
     for said in (content["advice"], content["drafter"]):
-        console.print(said, markup=False, highlight=False, soft_wrap=True)
+        console.print(said, soft_wrap=True)
     say_how(options, settings, drafters, asked[0] if is_chat else None)
     if not trained:
         say_next("train", {"+exp": SUGGESTED, **typed_target(options), "plan": "true"})
@@ -261,7 +261,7 @@ def decoders_of(
 
 def batch_sizes(options: Bench) -> list[int]:
     """Return the batch sizes that are measured, each once."""
-    return list(dict.fromkeys(options.batch_size if isinstance(options.batch_size, list) else [options.batch_size]))
+    return list(dict.fromkeys(names(options.batch_size)))
 
 
 def costs_on_gpu(target: TargetModel, drafter: Drafter, rows: Sequence[QuestionRow]) -> dict[str, float | None]:
@@ -298,7 +298,6 @@ def check(options: Bench) -> None:
             if getattr(options, name):
                 raise UserError(f"{name}= is not for minutes=, which compares methods= and writes no file; remove one")
     for size in batch_sizes(options):
-        check_whole("batch_size", size, 1)
         if options.peers and size != 1:
             raise UserError(f"peers decode one prompt at a time, not batch_size={size}; give batch_size=1")
     if options.peers and options.max_length is not None:

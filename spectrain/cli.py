@@ -40,9 +40,8 @@ from omegaconf.errors import MissingMandatoryValue, OmegaConfBaseException
 from spectrain import config
 from spectrain.config import COMMANDS, conf_dir, help, overrides, papers
 from spectrain.config.fields import flat
-from spectrain.config.overrides import is_file_of, quoted
+from spectrain.config.overrides import did_you_mean, is_file_of, quoted
 from spectrain.config.training import EXPERIMENTS
-from spectrain.config.words import did_you_mean
 from spectrain.errors import AllRanksError, FinishedRun, LostRankError, UserError, nearest
 from spectrain.stores.files import naming_a_full_disk
 from spectrain.stores.named import check_model, check_names

@@ -60,10 +60,8 @@ def main(options: Export) -> None:
             "datastore=<folder>"
         )
     out, write = (of_lookup if options.method else of_run if options.run else of_drafter)(options)
-    with locked(out, otherwise=", or give another out"):
-        refuse_existing(out)
-        with stage("exporting"):
-            write_folder(out, partial(write, out=out))
+    with locked(out, otherwise=", or give another out"), stage("exporting"):
+        write_folder(out, partial(write, out=out))
     log.info("exported to %s, whose README.md says how other engines open it", out)
     prompt = PROMPTS[(out / CHAT_TEMPLATE).is_file()]
     if is_export(out):

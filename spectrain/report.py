@@ -19,6 +19,7 @@ from pathlib import Path
 from spectrain.config.commands import Report
 from spectrain.errors import UserError
 from spectrain.measure.report_page import GENERATOR, render, sections_below
+from spectrain.methods.options import names
 from spectrain.stores.environment import date_now
 from spectrain.stores.files import write_whole
 from spectrain.terminal import stage
@@ -27,8 +28,7 @@ HEAD_CHARACTERS = 2000  # of a page: within them it says what wrote it
 
 
 def main(options: Report) -> None:
-    roots = [Path(name) for name in (options.runs if isinstance(options.runs, list) else [options.runs])]
-    out = Path(options.out)
+    roots, out = [Path(name) for name in names(options.runs)], Path(options.out)
     check(roots, out, options.fresh)
     with stage("reading runs"):
         sections, left_out = sections_below(roots)

@@ -130,7 +130,8 @@ class Server(uvicorn.Server):
         http = partial(Connection, request_s=service.limits.timeout_s + ENDING_S, most=most)
         app = make_app(service, access)
         super().__init__(uvicorn.Config(app, http=http, ws="none", lifespan="off", backlog=ACCEPTED, **times, **quiet))
-        self.service, self._signals = service, SIGNALS.anew()
+        self.service = service
+        SIGNALS.anew()
         self._ignored = [number for number in SAID if signal.getsignal(number) is signal.SIG_IGN]  # see `Signals`
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
@@ -141,7 +142,7 @@ class Server(uvicorn.Server):
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         if sig in self._ignored:
             return
-        if self._signals.asked_again(sig):
+        if SIGNALS.asked_again(sig):
             os._exit(SIGNALS.say())
         if not self.should_exit:
             n_open = self.service.n_open

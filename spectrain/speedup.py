@@ -188,7 +188,7 @@ class Stages:
         if made.is_file():
             return
         said = f"{stage}: spectrain {name} {shlex.join(arguments)}"
-        result_console().print(said, style="dim", highlight=False, soft_wrap=True)
+        result_console().print(said, style="dim", soft_wrap=True)
         began_s, before_s, noted_s = time.monotonic(), self.seconds.get(stage, 0.0), 0.0
         with ExitStack() as held:
             stream = into and held.enter_context(into.with_suffix(".partial").open("w", encoding="utf-8"))
@@ -254,8 +254,8 @@ def tell(options: Speedup, folder: Path, verdict: dict, stages: Stages) -> None:
         if methods := {name: one["methods"][name] for name in one["left"]}:
             console.print(terminal_table({"methods": methods}, console.width, one["setting"]), "")
     for said in (verdict["advice"], verdict["drafter"]):
-        console.print(said, markup=False, highlight=False, soft_wrap=True)
-    console.print(f"{folder}/drafter is loaded by engines as its README.md says", highlight=False, soft_wrap=True)
+        console.print(said, soft_wrap=True)
+    console.print(f"{folder}/drafter is loaded by engines as its README.md says", soft_wrap=True)
     method = verdict["settings"][0]["recommended"]
     taken = {Path(one).resolve() for one in verdict["folders"][method]}
     own = {name: path for name in OWN if (path := folder / name).resolve() in taken}

@@ -140,9 +140,10 @@ def open_streams() -> None:
             stream.reconfigure(errors="replace")
 
 
-def result_console(columns: int = 100, **options: object) -> Console:
-    """Where results are printed, `columns` wide where the output is no terminal."""
-    return Console(width=None if sys.stdout.isatty() else columns, **options)
+def result_console(columns: int = 100) -> Console:
+    """Where results are printed as they are, `columns` wide where the output is no terminal."""
+    width = None if sys.stdout.isatty() else columns
+    return Console(width=width, markup=False, highlight=False, emoji=False)
 
 
 def say_next(command: str, options: Mapping[str, object]) -> None:

@@ -20,7 +20,7 @@ from spectrain.decoding import Sampling
 from spectrain.errors import UserError
 from spectrain.measure.bandwidth import weight_bytes
 from spectrain.measure.benchmark import Benchmark
-from spectrain.measure.questions import STDLIB_CHARACTERS, read_questions
+from spectrain.measure.questions import STDLIB_QUESTIONS, read_questions
 from spectrain.measure.results import QuestionRow
 from spectrain.methods.options import artifact_kinds
 from spectrain.methods.pld import PromptLookup
@@ -214,7 +214,7 @@ def test_without_a_prompt_file_held_out_modules_are_continued():
     assert len({question.id for question in questions}) == 3
     assert {question.category for question in questions} == {"stdlib"}
     assert all(is_held_out(q.id, STDLIB_HELD_OUT) for q in questions)
-    assert {len(turn) for question in questions for turn in question.turns} == {STDLIB_CHARACTERS}
+    assert {len(turn) for question in questions for turn in question.turns} == {STDLIB_QUESTIONS[True][1]}
 
 
 def test_variants_have_names_and_options_of_their_own(run, asked):

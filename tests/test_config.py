@@ -19,7 +19,7 @@ from omegaconf import OmegaConf
 import spectrain.generate
 from spectrain import config
 from spectrain.cli import composed, expand_shorthands
-from spectrain.config import COMMANDS, GROUPS, conf_dir, options_of, plain
+from spectrain.config import COMMANDS, GROUPS, conf_dir, options_of, plain, read_yaml
 from spectrain.errors import UserError
 from spectrain.methods.options import build_function
 from spectrain.methods.registry import method_config
@@ -303,3 +303,14 @@ def test_a_closed_pipe_ends_the_command_as_it_ends_others(tmp_path):
     done = asked(tmp_path, "--cfg", "job", "prompt=x", stdout=write)
     os.close(write)
     assert (done.returncode, done.stderr) == (141, "")
+
+
+def test_yaml_is_read_as_hydra_reads_it(tmp_path):
+    file = tmp_path / "a.yaml"
+    file.write_text("a: 1e-3\nb: [1, 2]\nc: ${x}\n")
+    assert read_yaml(file) == {"a": 1e-3, "b": [1, 2], "c": "${x}"}
+    for text in ("a: [", "a: b: c", "\x00"):
+        file.write_text(text)
+        with pytest.raises(ValueError, match=r".") as error:
+            read_yaml(file)
+        assert "\n" not in str(error.value)

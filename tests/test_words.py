@@ -7,8 +7,7 @@ from omegaconf import OmegaConf
 
 from spectrain.cli import composed, option_names
 from spectrain.config import COMMANDS, conf_dir, help, options_of, paths_of, plain
-from spectrain.config.overrides import in_our_words
-from spectrain.config.words import ALIASES, did_you_mean
+from spectrain.config.overrides import ALIASES, did_you_mean, in_our_words
 from spectrain.errors import UserError, nearest
 from spectrain.stores.named import check_names
 from spectrain.training.runs import hashed

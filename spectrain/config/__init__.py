@@ -16,6 +16,7 @@ from typing import Any
 
 from hydra.core.config_store import ConfigStore
 from omegaconf import DictConfig, OmegaConf
+from yaml import YAMLError
 
 from spectrain.config import commands, training
 from spectrain.config.fields import described, plain, typed, types_by_name, types_of
@@ -138,3 +139,11 @@ def conf_dir() -> Path:
     """The folder of Hydra's presets: inside the package in a wheel, beside it in a checkout."""
     inside = PACKAGE / "conf"
     return inside if inside.is_dir() else PACKAGE.parent / "conf"
+
+
+def read_yaml(file: Path) -> object:
+    """Read a YAML file as plain values. Raises ValueError where it is none."""
+    try:
+        return OmegaConf.to_container(OmegaConf.load(file))
+    except YAMLError as error:
+        raise ValueError(" ".join(str(error).split())) from error

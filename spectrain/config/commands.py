@@ -39,7 +39,7 @@ class Generate(Configured):
     sampling: Sampling = group(Sampling)
     chat: bool | Literal["auto"] = CHAT
     max_new_tokens: Whole = option(160, "the most tokens of the continuation")
-    stop: list[str] = option([], "texts that end the continuation; they are not printed", example="stop=[END]")
+    stop: list[str] = option([], "texts that end the continuation; they are not printed (stop=[END])")
     max_length: Several | None = MAX_LENGTH
     verification: Literal["block", "token"] = VERIFICATION
     seed: Seed = SEED
@@ -91,7 +91,7 @@ class Bench(Artifacts, Built):
 
     kind: str = "bench"
     methods: Names | None = option(
-        "all", "all, or names of methods, of variants, and exported folders", example="methods=[pld,auto]"
+        "all", "all, or names of methods, of variants, and exported folders (methods=[pld,auto])"
     )
     method: dict[str, Any] | None = option(
         None, "method=<name> method.<option>=...: measure this one, for sweeps over its options; null: methods"
@@ -176,7 +176,7 @@ class Responses(Configured, Built, Server):
     target: Target = group(Target)
     sampling: Sampling = group(Sampling)
     max_new_tokens: Whole = option(512, "the most tokens per response, as in SpecDec++")
-    stop: list[str] = option([], "a response ends with the token that completes one of these", example="stop=[END]")
+    stop: list[str] = option([], "a response ends with the token that completes one of these (stop=[END])")
     seed: Seed = SEED
     source: Literal["loop", "server"] = option(
         "loop", "the target answers in our loop, or an OpenAI-compatible server does"

@@ -21,18 +21,11 @@ from spectrain.errors import UserError, nearest
 Options = TypeVar("Options")
 
 
-def option(default: object, help: str, example: str = "") -> Any:
-    """Make a field.
-
-    Args:
-        default: a list is copied for each object.
-        help: what it is, with its unit.
-        example: as it is typed.
-    """
-    metadata = {"help": f"{help} ({example})" if example else help}
+def option(default: object, help: str) -> Any:
+    """Make a field of a default, of which a list is copied for each object, and its meaning with the unit."""
     if isinstance(default, list):
-        return field(default_factory=lambda: list(default), metadata=metadata)
-    return field(default=default, metadata=metadata)
+        return field(default_factory=default.copy, metadata={"help": help})
+    return field(default=default, metadata={"help": help})
 
 
 def group(kind: type) -> Any:

@@ -17,7 +17,7 @@ class Target:
     """The model whose text is decoded."""
 
     path: FilePath = option(
-        "pystdlib-8l", "a bundled checkpoint, smollm2, a folder, or an id on the hub", example="target=smollm2"
+        "pystdlib-8l", "a bundled checkpoint, smollm2, a folder, or an id on the hub (target=smollm2)"
     )
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = option(
         "auto", "of its weights and activations; auto: the checkpoint's on a GPU, float32 on a CPU"
@@ -48,7 +48,7 @@ class Target:
 class Sampling:
     """How tokens are drawn."""
 
-    temperature: NonNegative = option(0.0, "0: greedy", example="sampling.temperature=0.8")
+    temperature: NonNegative = option(0.0, "0: greedy (sampling.temperature=0.8)")
     top_k: Count = option(0, "0: off")
     top_p: Annotated[Positive, Le(1)] = option(1.0, "1: off")
     min_p: Share = option(0.0, "0: off")
@@ -66,8 +66,7 @@ class Corpus:
     path: FilePaths | None = option(
         None,
         "a file or folder of chat data, prose or source code, a saved dataset, an id on the hub, responses:<folder>, "
-        "or several of these in a list; null: the sources of Python's standard library",
-        example="corpus=chats.json",
+        "or several of these in a list; null: the sources of Python's standard library (corpus=chats.json)",
     )
     weights: list[Positive] | None = option(
         None, "of the paths, in their order: how often each document is read, 0.5 for half of them"

@@ -6,18 +6,18 @@ import json
 import re
 import typing
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import NoneType, UnionType
 from typing import Any
 
 from hydra._internal.utils import get_args_parser
+from omegaconf import OmegaConf
 
 from spectrain import config
 from spectrain.config import COMMANDS, conf_dir
 from spectrain.config.values import PATH, parts_of
-from spectrain.config.words import ALIASES
-from spectrain.errors import UserError
+from spectrain.errors import UserError, closest
 
 MULTIRUN = {"-m", "--multirun"}
 FREE_TEXT = ("prompt", "system")
@@ -25,6 +25,10 @@ QUOTED = r"""(?:"(?:\\.|[^"])*"|'(?:\\.|[^'])*')"""
 NO_QUOTES = rf"{QUOTED}|(?!(?i:true|false|nan|inf)$)[A-Za-z_./][A-Za-z0-9_./-]*"  # what Hydra reads as typed
 ONE_OF_SEVERAL = rf"\s*{QUOTED}\s*(?=,|$)|(?:\([^)]*\)|\[[^]]*\]|\{{[^}}]*\}}|[^,])+"  # values between commas
 NO_VALUE = re.compile(r"-+[A-Za-z]|[\w.+/~]+=")  # another flag or option
+# Other tools' words that are taken for the first of these options that a command has. Those of conf/words.yaml are only
+# suggested.
+ALIASES = {"lr": ("optimizer.lr",), "learning_rate": ("optimizer.lr",), "num_epochs": ("epochs",)}
+ALIASES |= {"batch_size": ("data.batch_size",), "dataset": ("corpus", "prompts"), "max_length": ("data.row_tokens",)}
 
 
 def in_our_words(arguments: Sequence[str], command: str) -> list[str]:
@@ -65,6 +69,14 @@ def without_flags(arguments: Sequence[str]) -> Iterator[str]:
             has_value = rest and (name in FREE_TEXT or not NO_VALUE.match(rest[0]))
             value = rest.popleft() if has_value else "true"
         yield f"{name}={value}"
+
+
+def did_you_mean(wrong: str, options: Collection[str]) -> str:
+    """Return "; did you mean ...?" with the option of a command that was meant by a wrong one, or "" if none is."""
+    known = OmegaConf.to_container(OmegaConf.load(conf_dir() / "words.yaml"))
+    words = {word: option for option in reversed(known) if option in options for word in known[option].split()}
+    near = wrong if wrong in words else closest(wrong, [*options, *words])
+    return f"; did you mean {words.get(near, near)}?" if near else ""
 
 
 def one_method(value: str, command: str) -> str:

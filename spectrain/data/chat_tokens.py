@@ -60,9 +60,7 @@ class ChatRenderer:
 
     Where the template refuses system turns, their text is put before the first question.
 
-    Args:
-        tokenizer: with a chat template.
-        eos_ids: tokens that end a text of the target; the tokenizer's own is added.
+    `eos_ids` end a text of the target; the tokenizer's own is added.
 
     Raises:
         UserError: the tokenizer cannot say where its tokens stand in a text, or its template is broken.

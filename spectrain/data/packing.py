@@ -91,10 +91,8 @@ class Tokeniser:
 
     Without a chat template a conversation is one text, its turns joined by blank lines.
 
-    Args:
-        tokenizer: of the target.
-        eos_ids: tokens that end a text of the target, besides the tokenizer's own.
-        forbidden: hashes of runs (`overlap.question_runs`); documents with any of them are left out.
+    `eos_ids` end a text of the target, besides the tokenizer's own. `forbidden` are hashes of runs
+    (`overlap.question_runs`); documents with any of them are left out.
     """
 
     def __init__(
@@ -185,8 +183,7 @@ def pack(
         loss_on: "response": rows say which tokens are responses, where there are any. "all": they do not.
         document_mask: whether rows say where documents begin.
         vocab_size: of the target; None: not compared.
-        eos_ids: see `Tokeniser`.
-        forbidden: see `Tokeniser`.
+        eos_ids, forbidden: see `Tokeniser`.
         tally: of the documents, which the rows keep as a sentence.
         folder: empty, in which the rows are kept for `open_packed`; None: nowhere.
 

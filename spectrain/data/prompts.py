@@ -125,7 +125,6 @@ def conversation_ids(
     replies are one text, joined by line breaks.
 
     Args:
-        tokenizer: of the target.
         turns: of the user so far.
         replies: to all turns but the last, as text or as token ids. From ids, special tokens and closing end-of-text
             tokens are dropped.
@@ -134,8 +133,6 @@ def conversation_ids(
         tools: what the assistant may call, as JSON schemas.
     """
     assert len(turns) == len(replies) + 1, (len(turns), len(replies))
-    if chat not in ("auto", True, False):
-        raise UserError(f"chat={chat} must be auto, true or false")
     if chat is True and tokenizer.chat_template is None:
         raise UserError("chat=true, but the target's tokenizer has no chat template; use chat=false")
     messages = [{"role": "user", "content": turns[0]}]

@@ -39,19 +39,14 @@ def trained_card(
 ) -> str:
     """The card of a trained drafter, acceptance head or target.
 
-    Args:
-        kind: spire, vanilla, head or target.
-        folder: the export as command lines name it.
-        target: its name in command lines and its fingerprint; "" for a target from scratch.
-        config: of the run, resolved.
-        trained: steps, tokens, tau and more, as spectrain.json keeps them.
-        attempts: of run.json: code, versions, devices.
-        engine: how another engine runs a drafter or head that is no Hugging Face model, see `write_for_engine`.
+    `folder` is the export as command lines name it. `target` is the name of the target there, and its fingerprint; both
+    are "" for a target from scratch. `trained` is what spectrain.json keeps, `attempts` are those of run.json, and
+    `engine` is what `write_for_engine` says.
     """
     taus = {name: row for name, row in (trained.get("tau") or {}).items() if name != "autoregressive"}
     hidden, data = (*types_of(Train), *NOT_SHOWN), config.data
     options = {name: value for name, value in vars(config.own).items() if name not in hidden}
-    options |= {"init": _published(options["init"])} if "init" in options else {}
+    options |= {"init": published(options["init"])} if "init" in options else {}
     options |= {"seed": config.seed, "optimizer": vars(config.own.optimizer), "batch_size": data.batch_size}
     options |= {"precision": config.trainer.precision}
     return _card(
@@ -75,12 +70,8 @@ def trained_card(
 def lookup_card(folder: str, target: tuple[str, str], method: str, options: Mapping, store: Mapping) -> str:
     """The card of a lookup method.
 
-    Args:
-        folder: the export as command lines name it.
-        target: its name in command lines, and its tokenizer's fingerprint.
-        method: its name.
-        options: of the method; those that are None are left out.
-        store: `documents`, `tokens` and `built_from` (its config); empty without a datastore.
+    `folder` is the export as command lines name it. `target` is the name of the target there, and its tokenizer's
+    fingerprint. `store` has `documents`, `tokens` and `built_from` (its config); it is empty without a datastore.
     """
     reads_text = method in ("pld", "anpd") or options.get("input_source", method == "sssd")
     stored = [f"a datastore of {store['tokens']:,} tokens"] if store else []
@@ -126,12 +117,12 @@ def json_argument(**value: object) -> str:
 
 
 def _named(path: str | None) -> str:
-    """` name`, or of several stores with colons; see `_published`."""
-    return f" `{':'.join(map(_published, str(path).split(':')))}`" if path else ""
+    """` name`, or of several stores with colons; see `published`."""
+    return f" `{':'.join(map(published, str(path).split(':')))}`" if path else ""
 
 
-def _published(path: str) -> str:
-    """The path; of an absolute one the last part, because a card may be published."""
+def published(path: str | PurePath) -> str:
+    """The path as it was given; of an absolute one the last part, because a card may be published."""
     return PurePath(path).name if PurePath(path).is_absolute() else str(PurePath(path))
 
 

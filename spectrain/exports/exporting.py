@@ -24,7 +24,7 @@ from transformers import PreTrainedTokenizerBase
 from spectrain.config.training import Train
 from spectrain.data.overlap import TRAINED_ON
 from spectrain.errors import UserError
-from spectrain.exports.cards import NO_ENGINE, TEMPLATES, lookup_card, trained_card
+from spectrain.exports.cards import NO_ENGINE, TEMPLATES, lookup_card, published, trained_card
 from spectrain.methods.options import build_function, check_options, plain_options
 from spectrain.methods.registry import instantiate, method_config, token_methods
 from spectrain.models.artifacts import (
@@ -111,7 +111,7 @@ def write_export(folder: Path, out: Path, export: Export) -> None:
         path = str(run.config.target.path)
         about_target = engine_path(path), write_facts(folder, kind, path, target, trained)
         engine = write_for_engine(kind, folder, out, target, export.for_engine)
-    card = trained_card(kind, named(out), about_target, run.config, trained, run.attempts, engine)
+    card = trained_card(kind, published(out), about_target, run.config, trained, run.attempts, engine)
     (folder / CARD).write_text(card, encoding="utf-8")
     let_others_read(folder)
 
@@ -140,17 +140,16 @@ def write_again(
     `model` is what was read of `drafter`, an export or the folder of another project; `path` is the target's. For
     `options` see `Export`.
     """
-    artifact, module = read_manifest(drafter), module_of(read_manifest(drafter).kind)
-    is_ours, ignored = bool(artifact.target_fingerprint), {engine_module(artifact.kind).FOLDER}
+    artifact = read_manifest(drafter)
+    is_ours, kind = bool(artifact.target_fingerprint), artifact.kind
     if is_ours:
-        shutil.copytree(drafter, folder, dirs_exist_ok=True, ignore=lambda _, names: ignored & {*names})
+        shutil.copytree(drafter, folder, dirs_exist_ok=True, ignore=shutil.ignore_patterns(engine_module(kind).FOLDER))
     else:
         for file in (*drafter.glob("LICENSE*"), *drafter.glob(CARD)):
             shutil.copyfile(file, folder / file.name)
-    module.save(folder, model, stored_dtype(drafter))
-    if not is_ours:
-        write_facts(folder, artifact.kind, path, target, {})
-    engine = write_for_engine(artifact.kind, folder, out, target, options)
+        write_facts(folder, kind, path, target, {})
+    module_of(kind).save(folder, model, stored_dtype(drafter))
+    engine = write_for_engine(kind, folder, out, target, options)
     card = (folder / CARD).read_text(encoding="utf-8") if (folder / CARD).is_file() else f"# {out.name}\n"
     if is_ours:  # how engines run it stands last
         card = re.sub(
@@ -180,7 +179,7 @@ def write_for_engine(kind: str, folder: Path, out: Path, target: TargetModel, op
     if (module := engine_module(kind)) is None:
         return NO_ENGINE
     artifact = read_manifest(folder)
-    return module.write_for_engine(folder, named(out), engine_path(artifact.target), target, **options)
+    return module.write_for_engine(folder, published(out), engine_path(artifact.target), target, **options)
 
 
 def engine_module(kind: str) -> ModuleType | None:
@@ -193,11 +192,6 @@ def write_decode(folder: Path) -> None:
     """Write what lets the `generate` of transformers decode with an export; see `transformers_generate.py`."""
     (folder / DECODE).parent.mkdir(parents=True)
     shutil.copyfile(TEMPLATES / "custom_generate.py", folder / DECODE)
-
-
-def named(out: Path) -> str:
-    """An export in command lines: as the user gave it; an absolute path by its last part: a card may be published."""
-    return out.name if out.is_absolute() else str(out)
 
 
 def engine_path(target: str) -> str:
@@ -277,7 +271,8 @@ def write_lookup(folder: Path, out: Path, export: LookupExport) -> None:
     artifact = Artifact("lookup", export.target, ranked_by, made_of, vocabulary, facts.method, facts.options, folders)
     write_manifest(folder, artifact)
     write_decode(folder)
-    card = lookup_card(named(out), (engine_path(export.target), vocabulary), facts.method, facts.options, about_store)
+    target = engine_path(export.target), vocabulary
+    card = lookup_card(published(out), target, facts.method, facts.options, about_store)
     (folder / CARD).write_text(card, encoding="utf-8")
 
 

@@ -54,21 +54,14 @@ def write_for_engine(
         if attention is not None:
             raise UserError(f"attention={attention} is for vLLM, which cannot run this drafter: {why}; remove it")
         log.info("no folder for vLLM: %s", why)
-    else:
-        write_vllm_folder(folder, config, target, target_name, artifact.target_fingerprint, attention or "stock")
+        return f"No other engine runs this drafter: {why}."
+    write_vllm_folder(folder, config, target, target_name, artifact.target_fingerprint, attention or "stock")
     n_tokens = artifact.trained.get("fastest_gamma") or config.k
-    return vllm_use(name, target_name, n_tokens, attention, why)
-
-
-def vllm_use(folder: str, target: str, n_tokens: int, attention: str | None, why_not: str | None) -> str:
-    """How vLLM serves an exported SPIRe drafter with drafts of n tokens, or why it cannot."""
-    if why_not is not None:
-        return f"No other engine runs this drafter: {why_not}."
     eager = " --enforce-eager" * (attention == "exact")  # never recorded as a CUDA graph
-    speculative = json_argument(method="eagle3", model=f"{folder}/{FOLDER}", num_speculative_tokens=n_tokens)
+    speculative = json_argument(method="eagle3", model=f"{name}/{FOLDER}", num_speculative_tokens=n_tokens)
     return (
         "In vLLM 0.32, with spectrain in its environment (docs/export.md says how):\n\n"
-        f"```bash\nvllm serve {shlex.quote(target)}{eager} --speculative-config {speculative}\n```"
+        f"```bash\nvllm serve {shlex.quote(target_name)}{eager} --speculative-config {speculative}\n```"
     )
 
 
@@ -89,16 +82,10 @@ def write_vllm_folder(
     norm, rows = target.model.model.norm.weight, target.model.get_input_embeddings().weight[:ROWS]
     tensors = {"target.norm": norm, "target.embedding": rows}
     save_file({key: one.detach().float().cpu().contiguous() for key, one in tensors.items()}, out / TARGET)
-    write_json(out / "config.json", vllm_config(config, target, name, fingerprint, attention))
-
-
-def vllm_config(config: SpireConfig, target: TargetModel, name: str, fingerprint: str, attention: str) -> dict:
-    """Return what `config.json` holds: sizes under the names that vLLM reads, and all that its class needs."""
     shape, n_blocks = config.shape, target.model.config.num_hidden_layers
     ids = {n_blocks if layer == FINAL else layer for layer in config.captured_layers}  # vLLM gives each of them once
     sizes = {"vocab_size": shape.vocab_size, "hidden_size": shape.hidden_size, "n_blocks": n_blocks}
-    rows = min(ROWS, shape.vocab_size)
-    return {
+    facts = {  # sizes under the names that vLLM reads, and all that its class needs
         "architectures": [ARCHITECTURE],
         "model_type": "llama",
         **{theirs: getattr(shape, ours) for theirs, ours in SIZES.items()},
@@ -110,6 +97,7 @@ def vllm_config(config: SpireConfig, target: TargetModel, name: str, fingerprint
         "eagle_aux_hidden_state_layer_ids": sorted(ids),
         "version": FORMAT,
         "attention": attention,
-        "target": {"name": name, "fingerprint": fingerprint, "rows": rows, **sizes},
+        "target": {"name": name, "fingerprint": fingerprint, "rows": len(rows), **sizes},
         "spire": asdict(config),
     }
+    write_json(out / "config.json", facts)

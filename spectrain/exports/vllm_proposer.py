@@ -40,47 +40,6 @@ KEPT_CALLS = 8  # calls for which a request outside the batch is kept: it may ha
 KEY_TOKENS = 8  # last tokens by which a moved request is looked up, before its whole text is compared
 
 
-class ExportedLookup:
-    """A lookup method of `spectrain.export` for a served model, whose tokenizer may be a name; None: unknown.
-
-    Raises UserError where folder and model do not fit.
-    """
-
-    def __init__(self, folder: Path, vocab_size: int, tokenizer: PreTrainedTokenizerBase | str | None) -> None:
-        facts = read_lookup_facts(folder)
-        if vocab_size < facts.vocab_size:
-            raise UserError(
-                f"{folder} has tokens up to {facts.vocab_size}, but the served model has a vocabulary of {vocab_size}; "
-                "export one for it with spectrain export method=... target=..."
-            )
-        if facts.datastore and tokenizer is not None:
-            check_served(folder, facts, tokenizer)
-        self.vocab_size = facts.vocab_size
-        self.drafter = open_export(folder, None)
-        self.read_tokens = self.drafter.options.datastore_prefix if isinstance(self.drafter, Sssd) else 1  # T
-        tokens = [i % min(4, self.vocab_size) for i in range(32)]
-        states = [self.drafter.new_row(tokens[:-1]) for _ in range(2)]
-        for state in states:  # compile everything before the first request waits for it
-            state.extend(tokens[-1:])
-        self.trees(states, [np.array(tokens)] * 2, [8, 8])
-        log.info("drafting by %s, from %s", facts.method, folder)
-
-    def knows(self, tokens: np.ndarray) -> bool:
-        """Whether all are tokens: compiled lookups do not check them, and engines have placeholders, as for images."""
-        return not len(tokens) or 0 <= tokens.min() <= tokens.max() < self.vocab_size
-
-    def trees(self, states: Sequence[RowState], texts: Sequence[np.ndarray], rooms: Sequence[int]) -> DraftTree:
-        """The trees of rows whose states have read their texts, up to `rooms` tokens deep. Only ends of texts count."""
-        lengths = [min(self.read_tokens, len(text)) for text in texts]
-        tails = np.zeros((len(texts), self.read_tokens), dtype=np.int64)
-        for tail, text, length in zip(tails, texts, lengths, strict=True):
-            tail[:length] = text[len(text) - length :]
-        self.drafter.rows = list(states)
-        # In place of a `Context` what lookup methods read of one; a row may emit the drafted tokens, and one more.
-        step = {"tokens": torch.from_numpy(tails), "n_tokens": lengths, "room": [room + 1 for room in rooms]}
-        return self.drafter.propose(SimpleNamespace(**step, n_rows=len(texts), device=torch.device("cpu")))
-
-
 @dataclass
 class Request:
     """A method's state of one request. It depends on the text alone, so it serves any row whose text begins so."""
@@ -104,15 +63,38 @@ class LookupProposer:
         self.draft_tokens = vllm_config.speculative_config.num_speculative_tokens
         check_whole("num_speculative_tokens", self.draft_tokens, 1)
         self.max_model_len = model.max_model_len
+        named = more.get(KEY) if isinstance(more, dict) else None
         try:
-            folder = folder_of(more.get(KEY) if isinstance(more, dict) else None)
-            self.lookup = ExportedLookup(folder, model.get_vocab_size(), model.tokenizer)
+            self._open(named or os.environ.get(VARIABLE), model)
         except UserError as error:
             log.error("lookup drafter refused: %s", error)  # vLLM's own error speaks of the constructor
             raise
         self._requests: list[Request] = []
         self._calls = 0
         warn_if_samples_are_wrong()
+
+    def _open(self, named: str | None, model: Any) -> None:
+        """Open the lookup method for the served model, and compile it before the first request waits for it."""
+        if not named:
+            raise UserError(
+                f"no lookup method is named; give its folder (of spectrain export) as the variable {VARIABLE}"
+            )
+        facts = read_lookup_facts(folder := Path(named))
+        if (vocab_size := model.get_vocab_size()) < facts.vocab_size:
+            raise UserError(
+                f"{folder} has tokens up to {facts.vocab_size}, but the served model has a vocabulary of {vocab_size}; "
+                "export one for it with spectrain export method=... target=..."
+            )
+        if facts.datastore and model.tokenizer is not None:
+            check_served(folder, facts, model.tokenizer)
+        self.vocab_size, self.drafter = facts.vocab_size, open_export(folder, None)
+        self.read_tokens = self.drafter.options.datastore_prefix if isinstance(self.drafter, Sssd) else 1  # T
+        tokens = [i % min(4, self.vocab_size) for i in range(32)]
+        states = [self.drafter.new_row(tokens[:-1]) for _ in range(2)]
+        for state in states:
+            state.extend(tokens[-1:])
+        self._trees(states, [np.array(tokens)] * 2, [8, 8])
+        log.info("drafting by %s, from %s", facts.method, folder)
 
     def load_model(self, target_model: object) -> None:
         """Load nothing: lookups have no weights. vLLM's runner for CPUs calls it without asking."""
@@ -130,7 +112,6 @@ class LookupProposer:
             sampled_token_ids: of each row the tokens of this step; none while its prompt is being read.
             num_tokens_no_spec: [R] int32, tokens of each row, including those of this step.
             token_ids_cpu: [R, L] int32, the texts; entries past a row's tokens are meaningless.
-            slot_mappings: ignored.
 
         Returns:
             One list per row, of at most num_speculative_tokens tokens; empty if no continuation is known.
@@ -159,12 +140,13 @@ class LookupProposer:
         found = []
         for row, text in rows.items():
             known = (by_row.get(row), *by_end.get(_end(text[: max(0, len(text) - n_new[row])]), ()))
-            request = next((r for r in known if r and r.seen < self._calls and _begins(text, r.text)), None)
+            known = (one for one in known if one and one.seen < self._calls)
+            request = next((one for one in known if np.array_equal(text[: len(one.text)], one.text)), None)
             unread = text[len(request.text) :] if request else text
-            if not self.lookup.knows(unread):
-                continue
+            if len(unread) and not 0 <= unread.min() <= unread.max() < self.vocab_size:
+                continue  # compiled lookups do not check tokens, and engines have placeholders, as for images
             if request is None:
-                request = Request(self.lookup.drafter.new_row(unread.tolist()), text, row, self._calls)
+                request = Request(self.drafter.new_row(unread.tolist()), text, row, self._calls)
                 self._requests.append(request)
             else:
                 request.state.extend(unread.tolist())
@@ -175,13 +157,19 @@ class LookupProposer:
 
     def _draft(self, requests: Sequence[Request]) -> list[list[int]]:
         rooms = [min(self.draft_tokens, self.max_model_len - len(request.text)) for request in requests]
-        states, texts = ([getattr(request, name) for request in requests] for name in ("state", "text"))
-        tree = self.lookup.trees(states, texts, rooms)
+        tree = self._trees([request.state for request in requests], [request.text for request in requests], rooms)
         return [likeliest_branch(*row) for row in zip(tree.tokens.tolist(), tree.parents.tolist(), strict=True)]
 
-
-def _begins(text: np.ndarray, beginning: np.ndarray) -> bool:
-    return len(beginning) <= len(text) and np.array_equal(text[: len(beginning)], beginning)
+    def _trees(self, states: Sequence[RowState], texts: Sequence[np.ndarray], rooms: Sequence[int]) -> DraftTree:
+        """The trees of rows whose states have read their texts, up to `rooms` tokens deep. Only ends of texts count."""
+        lengths = [min(self.read_tokens, len(text)) for text in texts]
+        tails = np.zeros((len(texts), self.read_tokens), dtype=np.int64)
+        for tail, text, length in zip(tails, texts, lengths, strict=True):
+            tail[:length] = text[len(text) - length :]
+        self.drafter.rows = list(states)
+        # In place of a `Context` what lookup methods read of one; a row may emit the drafted tokens, and one more.
+        step = {"tokens": torch.from_numpy(tails), "n_tokens": lengths, "room": [room + 1 for room in rooms]}
+        return self.drafter.propose(SimpleNamespace(**step, n_rows=len(texts), device=torch.device("cpu")))
 
 
 def _end(text: np.ndarray) -> tuple[int, bytes]:
@@ -197,14 +185,6 @@ def likeliest_branch(tokens: Sequence[int], parents: Sequence[int]) -> list[int]
             branch.append(tokens[child])
             node = child
     return branch
-
-
-def folder_of(named: str | None = None) -> Path:
-    """The exported folder that an engine's config names, else the variable. Raise UserError if neither does."""
-    named = named or os.environ.get(VARIABLE)
-    if not named:
-        raise UserError(f"no lookup method is named; give its folder (of spectrain export) as the variable {VARIABLE}")
-    return Path(named)
 
 
 def check_served(folder: Path, facts: LookupFacts, tokenizer: PreTrainedTokenizerBase | str) -> None:

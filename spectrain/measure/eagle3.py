@@ -98,10 +98,8 @@ class Readings:
     """A drafter as it was opened, all that it could be read as, and what readings accept of the same answers.
 
     Args:
-        drafter: as it was opened.
-        target: whose answers they are.
         d2t: [K] int64 of its files; None: they have none.
-        own: the answers, with the inputs of all blocks of the target, and the final states behind these.
+        own: the target's answers, with the inputs of all its blocks, and the final states behind these.
         k: tokens of a draft.
     """
 

@@ -15,11 +15,12 @@ from pathlib import Path
 from jinja2 import Environment, PackageLoader
 from pandas import DataFrame
 
+from spectrain.config import read_yaml
 from spectrain.decoding import Sampling
 from spectrain.measure import tables
 from spectrain.measure.tables import fixed, interval, number, percent, table_of
 from spectrain.methods.registry import BASELINE
-from spectrain.stores.files import read_json, read_lines, read_yaml, write_whole
+from spectrain.stores.files import read_json, read_lines, write_whole
 
 GENERATOR = "spectrain.report"  # by it a page of ours is recognised
 Bar = tuple[str, str, float]  # a name, what stands behind the bar, and its length in percent of the longest
@@ -37,7 +38,7 @@ class Section:
     summary: list[str] = field(default_factory=list)
     warnings: list[str] = field(default_factory=list)
     facts: dict[str, object] = field(default_factory=dict)
-    parts: dict[str, DataFrame | list[Bar] | None] = field(default_factory=dict)  # by title; None: nothing to show
+    parts: dict[str, DataFrame | list[Bar]] = field(default_factory=dict)  # by title; empty ones are not shown
 
 
 def write_report(path: Path, results: Mapping, rows: Sequence[Mapping]) -> None:
@@ -68,8 +69,8 @@ def benchmark_sections(title: str, results: Mapping, rows: Sequence[Mapping] = (
         name = f"{title}, batch {size}" if len(batches) > 1 else title
         own = [row for row in rows if str(row.get("batch_size", size)) == size]
         sections.append(benchmark_section(name, {**results, "methods": methods, "batch_size": size}, own))
-    compared = unless_empty(tables.batches_table(batches))
-    sections[0].parts = {"Batch sizes and lengths of prompts": compared} | sections[0].parts
+    compared = {"Batch sizes and lengths of prompts": tables.batches_table(batches)}
+    sections[0].parts = compared | sections[0].parts
     return sections
 
 
@@ -119,27 +120,22 @@ def benchmark_section(title: str, results: Mapping, rows: Sequence[Mapping] = ()
         {
             "Results": tables.methods_table(methods),
             "Speedup over plain decoding": speedup_bars(methods),
-            "Acceptance by position in the draft": unless_empty(tables.positions_table(methods)),
-            "Speedup (and tau) by category": unless_empty(tables.categories_table(methods)),
-            "Where drafted tokens came from": unless_empty(tables.sources_table(methods)),
-            "Where the time after the prompt goes": unless_empty(tables.time_table(methods)),
-            "What the steps ran": unless_empty(table_of(ran)),
-            "Questions that failed": unless_empty(table_of(failed)),
-            "Methods left out": unless_empty(table_of(skipped)),
+            "Acceptance by position in the draft": tables.positions_table(methods),
+            "Speedup (and tau) by category": tables.categories_table(methods),
+            "Where drafted tokens came from": tables.sources_table(methods),
+            "Where the time after the prompt goes": tables.time_table(methods),
+            "What the steps ran": table_of(ran),
+            "Questions that failed": table_of(failed),
+            "Methods left out": table_of(skipped),
         },
     )
 
 
-def speedup_bars(methods: Mapping[str, Mapping]) -> list[Bar] | None:
-    """Return a bar for each method; None where no speedup was measured."""
+def speedup_bars(methods: Mapping[str, Mapping]) -> list[Bar]:
+    """Return a bar for each method; none where no speedup was measured."""
     gains = {name: number(methods[name].get("speedup")) or 0.0 for name in tables.ordered(methods)}
-    if not (most := max(gains.values())):
-        return None
-    return [(name, tables.speedup_of(methods[name]), 100 * gain / most) for name, gain in gains.items()]
-
-
-def unless_empty(frame: DataFrame) -> DataFrame | None:
-    return None if frame.empty else frame
+    most = max(gains.values())
+    return [(name, tables.speedup_of(methods[name]), 100 * gain / most) for name, gain in gains.items() if most]
 
 
 def benchmark_facts(results: Mapping) -> dict[str, object]:

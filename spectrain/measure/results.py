@@ -17,7 +17,7 @@ from spectrain.data.prompts import Question
 from spectrain.decoding import Drafter, Generation
 from spectrain.decoding.generation import LOOKED_UP, STAGES, Choice
 from spectrain.drafting.budget import AUTO
-from spectrain.measure.statistics import acceptance_length, decode_s, ratio_of_sums, speedup, time_share
+from spectrain.measure.statistics import acceptance_length, decode_s, ratio_of_sums, speedup
 from spectrain.methods.auto import Auto
 from spectrain.methods.registry import BASELINE
 from spectrain.target.tree import Source
@@ -200,7 +200,8 @@ def _steps(rows: Sequence[QuestionRow]) -> dict:
     accepted = np.array([n for r in rows for n in r.accepted])
     n_drafted, n_accepted = sum(sum(r.drafted) for r in rows), int(accepted.sum())
     tried = _summed(r.steps_by_depth for r in rows)
-    shares = time_share([r.time_s for r in rows])
+    by_stage = {stage: sum(r.time_s[stage] for r in rows) for stage in STAGES}
+    whole_s = sum(by_stage.values())
     drafted_by, accepted_by = Counter(), Counter()
     for row in rows:
         drafted_by.update(row.drafted_by_source)
@@ -209,7 +210,7 @@ def _steps(rows: Sequence[QuestionRow]) -> dict:
     # Where nothing was drafted from a table or store there is nothing that could have been hit.
     looks_up = any(source.name.lower() in names for source in LOOKED_UP)
     return {
-        "time_share": shares if any(shares.values()) else None,
+        "time_share": {stage: seconds / whole_s for stage, seconds in by_stage.items()} if whole_s else None,
         # Of the steps that drafted at depth d, the share that accepted there.
         "acceptance_by_position": [
             float((accepted >= d).sum() / n) if n else 0.0 for d, n in enumerate(tried, start=1)

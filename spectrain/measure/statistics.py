@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 
 import numpy as np
@@ -86,10 +86,3 @@ def acceptance_length(emitted: Sequence[int], forwards: Sequence[int], **options
 def decode_s(generation: Generation) -> float:
     """Return the seconds of a question, prefill included: its share of its batch's time."""
     return generation.prefill_s + sum(generation.time_s.values())
-
-
-def time_share(times_s: Sequence[Mapping[str, float]]) -> dict[str, float]:
-    """Compute the share of each stage in the whole time, from seconds by stage; shares add up to 1."""
-    totals = {stage: sum(one[stage] for one in times_s) for stage in (times_s[0] if times_s else ())}
-    whole = sum(totals.values())
-    return {stage: seconds / whole if whole else 0.0 for stage, seconds in totals.items()}

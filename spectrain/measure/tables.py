@@ -103,7 +103,7 @@ def show(parts: Iterable[tuple[str, DataFrame]], columns: int = 100) -> None:
     """Print titles and tables, `columns` wide where the output is no terminal."""
     console = result_console(columns)
     for title, frame in parts:
-        console.print(title, highlight=False, markup=False, soft_wrap=True)
+        console.print(title, soft_wrap=True)
         console.print(for_terminal(frame), "")
 
 
@@ -290,12 +290,8 @@ def speed_table(content: Mapping) -> tuple[str, DataFrame]:
             | {"times plain": plus_minus(one["speedup"], 2)}
             for name, one in named.items()
         ]
-    settings, fastest = content["settings"], content["fastest_gamma"]
-    n = content.get(
-        "timed_contexts", min(settings["timed_contexts"], settings.get("contexts", settings["timed_contexts"]))
-    )
-    title = f"speed, interleaved on {n} contexts one at a time, 95 % intervals"
-    if fastest is None:
+    title = f"speed, interleaved on {content['timed_contexts']} contexts one at a time, 95 % intervals"
+    if (fastest := content["fastest_gamma"]) is None:
         return f"{title}; no gamma is significantly faster than the trained one", table_of(rows)
     return f"{title}; the fastest gamma, exported as the default: {fastest}", table_of(rows)
 

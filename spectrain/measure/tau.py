@@ -144,14 +144,11 @@ def measure_speed(
     turns |= {gamma: (drafters[own], gamma) for gamma in range(1, longest + 1)}
     speeds, gammas = {}, {}
     try:
-        for temperature in settings.temperatures:
-            left = len(settings.temperatures) - settings.temperatures.index(temperature)
-            until_s = ends_s and time.monotonic() + (ends_s - time.monotonic()) / left
-            timed = _in_turns(target, turns, rows, settings, temperature, seed, until_s)
-            baseline, name = (
-                _tokens_and_seconds(timed[plain]),
-                Setting(settings.context_tokens[0], temperature).sampling,
-            )
+        for n_done, temperature in enumerate(settings.temperatures):
+            until_s = ends_s and time.monotonic() + (ends_s - time.monotonic()) / (len(settings.temperatures) - n_done)
+            setting = Setting(settings.context_tokens[0], temperature)
+            timed = _in_turns(target, turns, rows, settings, setting, seed, until_s)
+            baseline, name = _tokens_and_seconds(timed[plain]), setting.sampling
             found = {turn: _speed_row(generations, baseline) for turn, generations in timed.items()}
             gammas[name] = {str(gamma): found.pop(gamma) for gamma in range(1, longest + 1)}
             speeds[name] = found | {own: gammas[name][str(longest)]}
@@ -191,7 +188,7 @@ def _in_turns(
     turns: Mapping[Hashable, tuple[Drafter, int | None]],
     rows: Sequence[Sequence[int]],
     settings: TauSettings,
-    temperature: float,
+    setting: Setting,
     seed: int,
     ends_s: float | None,
 ) -> dict[Hashable, list[Generation]]:
@@ -200,7 +197,6 @@ def _in_turns(
     `turns` are drafters by any name, each with the gamma that it drafts with; None: as it is.
     """
     timed: dict[Hashable, list[Generation]] = {name: [] for name in turns}
-    setting = Setting(settings.context_tokens[0], temperature)
     rows = rows[: settings.timed_contexts + 1]
     with stage(f"measuring speed, {setting.sampling}", len(rows) * len(turns), target.leads) as advance:
         for number, row in enumerate(rows):

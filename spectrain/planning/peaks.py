@@ -10,12 +10,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from spectrain.config import conf_dir
+from spectrain.config import conf_dir, read_yaml
 from spectrain.config import groups as options
 from spectrain.config.fields import typed
 from spectrain.errors import UserError
 from spectrain.stores.environment import cpu_name
-from spectrain.stores.files import read_yaml
 
 MEASURED_S = 0.5  # of a CPU's rates
 

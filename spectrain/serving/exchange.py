@@ -16,7 +16,7 @@ from starlette.responses import Response
 from spectrain.decoding import Emitted, Generation, Request
 from spectrain.decoding.text import TokenBytes
 from spectrain.errors import UserError
-from spectrain.serving.protocol import ApiError, ChatRequest, Fields, Shape, usage_of
+from spectrain.serving.protocol import ApiError, ChatRequest, Fields, Shape
 from spectrain.serving.replies import AnswerText, chat_logprobs, completion_logprobs, statistics_of
 from spectrain.serving.service import Service
 from spectrain.serving.worker import Ticket
@@ -198,7 +198,9 @@ class Exchange(Response):
         of_prompts = slice(None, None, self.fields.n)
         n_prompt = sum(len(request.prompt) for request in self.asked[of_prompts])
         n_cached = sum(generation.cached_tokens for generation in own[of_prompts])
-        return usage_of(n_prompt, n_cached, sum(len(generation.tokens) for generation in own))
+        n_written = sum(len(generation.tokens) for generation in own)
+        counts = {"prompt_tokens": n_prompt, "completion_tokens": n_written, "total_tokens": n_prompt + n_written}
+        return counts | {"prompt_tokens_details": {"cached_tokens": n_cached}}
 
     def _reason(self, choice: _Choice) -> str:
         if choice.text.tool_calls:

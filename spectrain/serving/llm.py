@@ -12,7 +12,7 @@ import asyncio
 import weakref
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from numbers import Integral
 from pathlib import Path
 from queue import SimpleQueue
@@ -228,13 +228,9 @@ class LLM:
             UserError: a prompt is empty or too long, or an option is wrong.
         """
         prompt = _plain(prompt)
-        streams = self._opened(Stream, prompt, options)
-        try:
+        with self._opened(Stream, prompt, options) as streams:
             for stream in streams:
                 deque(stream, maxlen=0)
-        finally:
-            for stream in streams:
-                stream.cancel()
         return streams[0].reply if is_one(prompt) else [stream.reply for stream in streams]
 
     def stream(self, prompt: Prompt, **options: Unpack[Options]) -> Stream:
@@ -252,14 +248,10 @@ class LLM:
     async def agenerate(self, prompt, **options):
         """`generate`, awaited."""
         prompt = _plain(prompt)
-        streams = self._opened(AsyncStream, prompt, options)
-        try:
+        with self._opened(AsyncStream, prompt, options) as streams:
             for stream in streams:
                 async for _ in stream:
                     pass
-        finally:
-            for stream in streams:
-                stream.cancel()
         return streams[0].reply if is_one(prompt) else [stream.reply for stream in streams]
 
     def astream(self, prompt: Prompt, **options: Unpack[Options]) -> AsyncStream:
@@ -286,10 +278,17 @@ class LLM:
             raise UserError(f"messages={shown(turns)} must be a text, or a list of turns with role and content")
         return chat_ids(self.target.tokenizer, _checked(turns), system=clean(system))
 
-    def _opened(self, kind: type[S], prompt: Prompt | Sequence[Prompt], options: Options) -> list[S]:
+    @contextmanager
+    def _opened(self, kind: type[S], prompt: Prompt | Sequence[Prompt], options: Options) -> Iterator[list[S]]:
+        """Begin to continue each prompt; what has not ended when the block does is cancelled."""
         prompts = enumerate([prompt] if is_one(prompt) else prompt)
         requests = [self._request(one, number, **options) for number, one in prompts]
-        return [kind(self, request) for request in requests]
+        streams = [kind(self, request) for request in requests]
+        try:
+            yield streams
+        finally:
+            for stream in streams:
+                stream.cancel()
 
     def _request(
         self,

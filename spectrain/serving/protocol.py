@@ -237,12 +237,6 @@ def n_parts(json: bytes | bytearray) -> int:
     return json.count(b"[") + json.count(b"{")
 
 
-def usage_of(n_prompt: int, n_cached: int, n_written: int) -> dict:
-    """Return the tokens of a request, all choices together."""
-    counts = {"prompt_tokens": n_prompt, "completion_tokens": n_written, "total_tokens": n_prompt + n_written}
-    return counts | {"prompt_tokens_details": {"cached_tokens": n_cached}}
-
-
 @dataclass(frozen=True)
 class Shape:
     """How the answer to one request looks, whole or in events of a stream."""

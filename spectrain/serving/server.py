@@ -104,17 +104,16 @@ class Endpoints:
         body, most = bytearray(), self.service.limits.max_body_bytes
         declared = request.headers.get("content-length", "0")
         n_declared = int(declared) if declared.isdecimal() else 0
-        seconds, is_held = min(BODY_S, self.service.limits.timeout_s), n_declared > LARGE_BYTES
-        parts = request.stream()
+        seconds, is_held, parts = min(BODY_S, self.service.limits.timeout_s), False, request.stream()
         try:
             async with asyncio.timeout(seconds):
-                if is_held and n_declared <= most:
-                    await holding.enter_async_context(self.service.large_bodies)
-                while n_declared <= most and len(body) <= most and (part := await anext(parts, None)) is not None:
-                    body += part
-                    if len(body) > LARGE_BYTES and not is_held:
+                while max(len(body), n_declared) <= most:
+                    if max(len(body), n_declared) > LARGE_BYTES and not is_held:
                         is_held = True
                         await holding.enter_async_context(self.service.large_bodies)
+                    if (part := await anext(parts, None)) is None:
+                        break
+                    body += part
         except ClientDisconnect:
             raise ApiError(400, "the client has left") from None
         except TimeoutError:

@@ -212,7 +212,6 @@ def open_worker(
     """Start a worker for some methods, which share the memory for keys and values.
 
     Args:
-        target: the model whose text this is.
         methods: by name; the first is the default.
         batch_size: rows of each that are decoded together.
         memory: GiB for keys and values of all; None: a share of what is free.

@@ -97,10 +97,7 @@ def write_shard(file: Path, tensors: Mapping[str, Tensor]) -> None:
 class FeatureStore:
     """An open store; what is asked for is read through the shards' maps, never a whole shard.
 
-    Attributes:
-        folder, manifest: which store.
-        row_tokens: L, of each row.
-        held_out: [rows] bool, rows that no training may see.
+    `row_tokens` is L, of each row; `held_out` [rows] bool are the rows that no training may see.
     """
 
     def __init__(self, folder: Path, manifest: FeatureManifest) -> None:

@@ -15,7 +15,6 @@ from functools import cache
 from pathlib import Path
 from typing import Annotated, BinaryIO, Generic, NoReturn, TypeVar
 
-import yaml
 from pydantic import Field, TypeAdapter, ValidationError
 from rich.filesize import decimal
 
@@ -28,6 +27,8 @@ Count = Annotated[int, Field(ge=0)]
 
 T = TypeVar("T")  # a dataclass, a TypedDict or a mapping of typed values
 Row = TypeVar("Row")  # a dataclass
+
+_adapter = cache(TypeAdapter)  # of a type
 
 
 def write_whole(file: Path, content: str | bytes | Callable[[BinaryIO], object]) -> None:
@@ -187,11 +188,6 @@ def from_json(kind: type[T], values: object) -> T:
         raise ValueError(": ".join(filter(None, [".".join(map(str, first["loc"])), first["msg"]]))) from error
 
 
-@cache
-def _adapter(kind: type[T]) -> TypeAdapter[T]:
-    return TypeAdapter(kind)
-
-
 def read_lines(file: Path) -> list[dict]:
     """Return the rows of a JSON-lines file; none where there is no file. Lines that a kill cut off are left out."""
     rows = []
@@ -232,20 +228,3 @@ class RowFile(Generic[Row]):
         if self.writes:
             with self.file.open("a", encoding="utf-8") as out:
                 out.write(json_line(row))
-
-
-class _PlainYaml(yaml.SafeLoader):
-    """YAML in which 1e-3 is a number, as it is for Hydra."""
-
-
-_PlainYaml.add_implicit_resolver(
-    "tag:yaml.org,2002:float", re.compile(r"[-+]?\d+(\.\d*)?[eE][-+]?\d+$"), "-+0123456789"
-)
-
-
-def read_yaml(file: Path) -> object:
-    """Read a YAML file as plain values. Raises ValueError where it is none."""
-    try:
-        return yaml.load(file.read_text(encoding="utf-8"), Loader=_PlainYaml)
-    except yaml.YAMLError as error:
-        raise ValueError(" ".join(str(error).split())) from error

@@ -153,6 +153,16 @@ def kind_of(manifest: Path) -> str | None:
         return None
 
 
+def stands(out: Path, kind: str) -> bool:
+    """Return whether a finished store of a kind, whose manifest is written last, is at `out`; UserError for others."""
+    if not out.exists() or (out.is_dir() and not any(out.iterdir())):
+        return False
+    # None: damaged, which fresh=true may replace.
+    if not (out / MANIFEST).is_file() or kind_of(out / MANIFEST) not in (kind, None):
+        raise UserError(f"out={out} exists and was not written by spectrain {kind}; give another out")
+    return True
+
+
 def digest(value: object) -> str:
     """Return 8 hex digits of a value's JSON."""
     return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()[:8]

@@ -13,7 +13,6 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -33,36 +32,23 @@ class Terminated(KeyboardInterrupt):
     """A SIGTERM, which ends a command as Ctrl-C does."""
 
 
-@dataclass
-class FirstSignal:
-    """The signal that asked for an end first; None before."""
-
-    number: int | None = None
-    at_s: float = 0.0
-
-    def asked_again(self, number: int) -> bool:
-        """Note a signal. Returns whether it asks once more, which the same one does only after `SAME_SIGNAL_S`."""
-        if self.number is None:
-            self.number, self.at_s = number, time.monotonic()
-            return False
-        return number != self.number or time.monotonic() - self.at_s > SAME_SIGNAL_S
-
-
 class Signals:
     """How this process answers signals."""
 
     def __init__(self) -> None:
-        self._first, self._said = FirstSignal(), False
+        self.first: int | None = None  # the number of the first signal; None before
+        self._first_s, self._said = 0.0, False
 
-    @property
-    def first(self) -> int | None:
-        """The number of the first signal, None before."""
-        return self._first.number
+    def anew(self) -> None:
+        """Forget earlier signals."""
+        self.first = None
 
-    def anew(self) -> FirstSignal:
-        """Forget earlier signals, and return what other handlers than these note the first one in."""
-        self._first = FirstSignal()
-        return self._first
+    def asked_again(self, number: int) -> bool:
+        """Note a signal. Returns whether it asks once more, which the same one does only after `SAME_SIGNAL_S`."""
+        if self.first is None:
+            self.first, self._first_s = number, time.monotonic()
+            return False
+        return number != self.first or time.monotonic() - self._first_s > SAME_SIGNAL_S
 
     def end_at_once(self) -> None:
         """Let a signal end this process with its sentence, where it has nothing to save."""
@@ -74,7 +60,7 @@ class Signals:
 
         A signal that is ignored, as those of a shell's background job are, stays ignored.
         """
-        self._first, self._said = FirstSignal(), False
+        self.first, self._said = None, False
         hook = sys.unraisablehook
         sys.unraisablehook = partial(self._again, hook)
         before = self._take_over(self._interrupt)
@@ -100,7 +86,7 @@ class Signals:
         """Send a signal again that came where Python ignores errors, as in the `__del__` of a library's object."""
         if self.first is None or not issubclass(lost.exc_type, KeyboardInterrupt):
             return otherwise(lost)
-        number, self._first = self.first, FirstSignal()
+        number, self.first = self.first, None
         threading.Timer(LATER_S, os.kill, (os.getpid(), number)).start()
 
     @staticmethod
@@ -111,13 +97,13 @@ class Signals:
 
     def _end(self, number: int, frame: object) -> None:
         is_first = self.first is None
-        if self._first.asked_again(number) or is_first:
+        if self.asked_again(number) or is_first:
             self._said = self._said or os.environ.get("RANK", "0") != "0"  # of several ranks one says it
             os._exit(self.say())
 
     def _interrupt(self, number: int, frame: object) -> None:
         is_first = self.first is None
-        if self._first.asked_again(number):
+        if self.asked_again(number):
             os._exit(self.say())
         if is_first:
             raise Terminated if number == signal.SIGTERM else Interrupted

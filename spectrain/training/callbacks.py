@@ -216,12 +216,12 @@ class Checkpoints(ModelCheckpoint):
 
     def on_train_start(self, trainer: Trainer, module: LightningModule) -> None:
         super().on_train_start(trainer, module)
-        self._asked = SIGNALS.anew()
+        SIGNALS.anew()
         for number in (signal.SIGINT, signal.SIGTERM):
             self._previous[number] = signal.signal(number, self._note)
 
     def _note(self, number: int, frame: object) -> None:
-        if self._asked.asked_again(number):  # leave at once, the last checkpoint remains
+        if SIGNALS.asked_again(number):  # leave at once, the last checkpoint remains
             raise SystemExit(SIGNALS.say(terminated=number == signal.SIGTERM))
 
     def on_train_batch_end(self, trainer: Trainer, module: LightningModule, outputs: object, batch: Tensor, batch_idx):
@@ -231,7 +231,7 @@ class Checkpoints(ModelCheckpoint):
         if trainer.enable_validation and is_validated:
             self._defer_save_until_validation = True
             return
-        if trainer.strategy.reduce_boolean_decision(bool(self._asked.number), all=False):
+        if trainer.strategy.reduce_boolean_decision(bool(SIGNALS.first), all=False):
             self._last_time_checked = -math.inf  # due at once
         super().on_train_batch_end(trainer, module, outputs, batch, batch_idx)
 
@@ -253,8 +253,8 @@ class Checkpoints(ModelCheckpoint):
             self.folder.replace(partial, final)
         trainer.strategy.barrier("after a checkpoint")
         self._last_time_checked = time.monotonic()
-        if trainer.strategy.reduce_boolean_decision(bool(self._asked.number), all=False):
-            what, code = SAID[self._asked.number or signal.SIGTERM]
+        if trainer.strategy.reduce_boolean_decision(bool(SIGNALS.first), all=False):
+            what, code = SAID[SIGNALS.first or signal.SIGTERM]
             log.info("%s at step %d and saved; run the same command to resume", what, trainer.global_step)
             raise SystemExit(code)
 

@@ -32,11 +32,11 @@ from lightning.pytorch.utilities import rank_zero_only
 from omegaconf import OmegaConf
 from torch import Tensor
 
-from spectrain.config import TYPED_COMMAND, training_of
+from spectrain.config import TYPED_COMMAND, read_yaml, training_of
 from spectrain.config.fields import plain
 from spectrain.config.training import Train
 from spectrain.errors import FinishedRun, UserError
-from spectrain.stores.files import read_json, read_yaml, strict, write_json
+from spectrain.stores.files import read_json, strict, write_json
 from spectrain.stores.folder import digest, locked, refuse_existing, remove_leftovers, write_folder
 from spectrain.stores.locations import CHECKPOINTS
 from spectrain.training.checkpoints import BestFolder, CheckpointFolder, step_of, whole_weights

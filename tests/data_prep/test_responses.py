@@ -9,7 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from data_prep.answers import Answers, read_questions
+from data_prep.answers import Answers
+from data_prep.progress import show_facts
 from data_prep.responses import check_answering
 from spectrain.cli import composed
 from spectrain.config import options_of
@@ -17,6 +18,7 @@ from spectrain.data.prompts import conversation_ids
 from spectrain.data.texts import STDLIB_HELD_OUT, is_held_out, read_documents
 from spectrain.decoding import Sampling, generate
 from spectrain.errors import UserError
+from spectrain.measure.questions import read_questions
 from spectrain.methods.registry import build_method, method_config
 from spectrain.stores.rows import open_responses
 from spectrain.target import fingerprint, load_target, tokenizer_fingerprint
@@ -254,7 +256,7 @@ def test_an_id_that_is_that_of_anothers_later_turn_is_refused(respond, asked, tm
 
 
 def test_prompts_of_the_standard_library_are_beginnings_of_the_training_split():
-    questions = read_questions(None, None)
+    questions = read_questions(None, None, held_out=False)
     assert len(questions) == len({question.id for question in questions}) == 400
     texts = {document.id: document.text for document in read_documents(None)}
     for question in questions:
@@ -306,3 +308,12 @@ def test_wrong_input_is_one_sentence_and_leaves_nothing(respond, asked, case, tm
     assert err.startswith("error: ")
     assert err.count("\n") == 1
     assert sorted(path.name for path in tmp_path.rglob("*")) == ["file", "p.jsonl", "taken"]
+
+
+def test_prompts_that_come_with_spectrain_are_known():
+    assert len(read_questions("chat", 2, held_out=False)) == 2
+
+
+def test_names_with_brackets_are_shown_as_they_are(capsys):
+    show_facts("responses", {"folder": "runs[1]/:a:"})
+    assert "runs[1]/:a:" in capsys.readouterr().out

@@ -13,8 +13,8 @@ import yaml
 
 from spectrain.config.groups import Corpus
 from spectrain.config.training import Head, Online, Spire, Train, Vanilla
-from spectrain.exports.cards import lookup_card, trained_card
-from spectrain.exports.exporting import engine_path, named
+from spectrain.exports.cards import lookup_card, published, trained_card
+from spectrain.exports.exporting import engine_path
 
 CONFIG = Train(data=Online(row_tokens=64, batch_size=2), own=Vanilla())
 TRAINED = {"steps": 3, "tokens": 384}
@@ -98,8 +98,8 @@ def test_a_head_and_a_target_say_how_they_are_used():
 
 
 def test_cards_name_folders_as_given_and_no_machines_paths():
-    assert named(Path("exported/spire")) == "exported/spire"
-    assert named(Path("/home/somebody/exported/spire")) == "spire"
+    assert published(Path("exported/spire")) == "exported/spire"
+    assert published(Path("/home/somebody/exported/spire")) == "spire"
     assert engine_path("pystdlib-8l") == "checkpoints/pystdlib-8l"
     assert engine_path("meta-llama/Llama-3.2-1B") == "meta-llama/Llama-3.2-1B"
     assert engine_path("") == ""

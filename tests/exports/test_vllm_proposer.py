@@ -105,8 +105,8 @@ def test_a_preempted_request_is_not_read_again(steps, monkeypatch):
     text = [7, 8, 9, 7, 8]
     steps([5, 6, 5], text)
     read = []
-    new_row = steps.proposer.lookup.drafter.new_row
-    monkeypatch.setattr(steps.proposer.lookup.drafter, "new_row", lambda tokens: read.append(tokens) or new_row(tokens))
+    new_row = steps.proposer.drafter.new_row
+    monkeypatch.setattr(steps.proposer.drafter, "new_row", lambda tokens: read.append(tokens) or new_row(tokens))
     for _ in range(KEPT_CALLS - 1):
         steps([5, 6, 5])
     assert steps([5, 6, 5], [*text, 9]) == [[6, 5], [7, 8, 9]]
@@ -148,4 +148,4 @@ def test_the_folder_may_stand_in_the_engines_own_config(target, tmp_path, monkey
     target.tokenizer.save_pretrained(tmp_path / "tokenizer")
     folder = export_lookup(tmp_path / "sssd", target, "sssd")
     found = proposer(target, str(tmp_path / "tokenizer"), spectrain_lookup=str(folder))
-    assert found.lookup.drafter.method.store.folder == folder / "datastore"
+    assert found.drafter.method.store.folder == folder / "datastore"

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import pytest
 
 from spectrain.errors import UserError
-from spectrain.stores.files import RowFile, json_line, parse_json, read_lines, read_object, read_yaml
+from spectrain.stores.files import RowFile, json_line, parse_json, read_lines, read_object
 from spectrain.stores.folder import locked
 
 
@@ -94,17 +94,6 @@ def test_a_damaged_file_is_named_once_with_the_reason(tmp_path):
         file.write_text(text)
         with pytest.raises(UserError, match=rf"^{file} is damaged \({why}.*\); remove it$"):
             read_object(file, dict[str, int], "remove it")
-
-
-def test_yaml_is_read_as_hydra_reads_it(tmp_path):
-    file = tmp_path / "a.yaml"
-    file.write_text("a: 1e-3\nb: [1, 2]\nc: ${x}\n")
-    assert read_yaml(file) == {"a": 1e-3, "b": [1, 2], "c": "${x}"}
-    for text in ("a: [", "a: b: c", "\x00"):
-        file.write_text(text)
-        with pytest.raises(ValueError, match=r".") as error:
-            read_yaml(file)
-        assert "\n" not in str(error.value)
 
 
 @dataclass
