@@ -153,7 +153,7 @@ def test_kept_texts_have_the_keys_that_drafters_would_make_of_them_alone(name, w
 def test_drafts_behind_a_kept_beginning_are_those_behind_one_that_was_read(name, way, monkeypatch):
     drafts, cached = [], []
     for prefixes in (None, Prefixes(MEMORY)):
-        method = drafter_of(name, "llama_gqa")
+        method = drafter_of(name, "llama_gqa", draft_dtype="float32")  # 8 bits round by 5e-4, and near ties turn
         drafts.append([])
         monkeypatch.setattr(method, "propose", partial(_noted, method.propose, drafts[-1]))
         engine = Engine(drafting_target(way, monkeypatch), method, 1, prefixes=prefixes)
