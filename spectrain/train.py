@@ -30,7 +30,6 @@ from statistics import mean
 
 from lightning import Trainer, seed_everything
 from lightning.pytorch.utilities import rank_zero_only
-from rich.console import Console
 from torch import Tensor
 
 from spectrain.cli import in_multirun, open_target
@@ -51,7 +50,7 @@ from spectrain.planning.plan import Plan, meta_target, steps_s
 from spectrain.stores.files import free_bytes
 from spectrain.target import TargetModel
 from spectrain.target.loading import read_tokenizer
-from spectrain.terminal import PROMPTS, say_next, stage
+from spectrain.terminal import PROMPTS, result_console, say_next, stage
 from spectrain.training.base import Experiment, Parts, experiment_type, open_experiment
 from spectrain.training.callbacks import FEWEST_STEPS, UNKNOWN_STEPS
 from spectrain.training.fit import final_metrics, fit, target_device
@@ -175,7 +174,7 @@ def show_plan(config: Train) -> None:
     check_row_tokens(config.data.row_tokens, meta_target(config.target))
     show([("memory of one rank", memory_table(plan, machine))])
     for said in filter(None, (plan.sentence(machine), tau_sentence(config, plan))):
-        Console().print(f"{said}\n", highlight=False)
+        result_console().print(f"{said}\n")
     for obstacle in obstacles(config, plan):
         log.warning(obstacle)
 
@@ -243,7 +242,7 @@ def finish(options: Train, trainer: Trainer, export: Export, parts: Parts) -> Pa
         out = run.export(options.out, partial(write_export, export=export))
         publish(trainer, run, result, out, kind.option)
     run.finish(result)
-    Console().print(f"exported to {out}", highlight=False)
+    print(f"exported to {out}")
     if bins:
         labels = (
             f"acceptance head, labels of {run.source['rows'][0]} warped for {parts.module.facts.sampling.describe()}"
