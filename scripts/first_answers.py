@@ -102,6 +102,7 @@ def measured(args: argparse.Namespace) -> dict[str, object]:
         "first_over_plain": [round(one, 2) for one in first],
         "settled_over_plain": [round(float(one), 2) for one in settled],
         "first_over_settled": round(float(np.exp(np.log(first / settled).mean())), 3),
+        "spoiled_over_settled": [round(float(one), 2) for one in np.exp(after)],
         "answers_until_recovered": answers,
     }
 

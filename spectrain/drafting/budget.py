@@ -29,7 +29,7 @@ class Budget:
     """Chooses how much is drafted."""
 
     costs: Costs  # of the steps of this generation
-    must_draft = False  # each chain has at least one token: so its acceptance is learnt; trees learn without
+    must_draft = False  # a trial: each chain has at least one token, so its acceptance is learnt; trees learn without
     expected = 1.0  # tokens of a row in this step
 
 
@@ -96,8 +96,9 @@ class ChainBudget(Budget, Counts):
 
     def seconds(self, n_rows: int) -> np.ndarray:
         """Seconds [most + 1] of a step of n rows, by the length of their chains."""
+        forward = self.costs.doubted_s(n_rows) if self.must_draft else self.costs.forward_s(n_rows)
         places = np.arange(self.most + 1)
-        return self.costs.forward_s(n_rows)[1 + places] + self.costs.draft_s(n_rows)[places]
+        return forward[1 + places] + self.costs.draft_s(n_rows)[places]
 
     def first_speed(self, n_rows: int) -> float:
         """Tokens of a row in the time of a plain step, before any chain was drafted."""

@@ -55,6 +55,7 @@ SHAPE = {1: 1.0, 2: 1.05, 4: 1.1, 8: 1.3, 16: 2.2, 32: 4.4, 48: 6.3}
 DRAFT, READ = 0.02, 0.1  # of a forward: a draft without reads, and each read; too cheap, so that methods are tried
 FASTER, SLOWER = 0.3, 0.03  # shares of the way to a faster and to a slower step that an estimate goes
 MOST_SLOWER = 2.0  # times an estimate, that a slower step counts as, and reads over what fewer take in proportion
+DOUBTED = 1.5  # times what SHAPE makes of a plain step, that a trial holds a larger one for at most
 MOST_WEIGHT, READ_WEIGHT = 20.0, 8.0  # steps that an estimate counts as, at most, and where it was read from a file
 WIDTH = 0.35  # in which what a size says of another falls to 1 / e: of the logarithm of their ratio
 LEAST_S = 1e-9
@@ -107,6 +108,10 @@ class Costs:
         """Seconds by nodes of all of a step but its draft."""
         return self._forward(self._padded(n_rows))[PADDED] if self.pads else self._forward(n_rows)
 
+    def doubted_s(self, n_rows: int) -> np.ndarray:
+        """The same, but no size takes far longer than elsewhere: a busy minute may have spoiled what is known of it."""
+        return self.forward_s(n_rows)
+
     def draft_s(self, n_rows: int) -> np.ndarray:
         """Seconds by reads of a draft."""
         return self._draft(self._padded(n_rows) if self.pads else n_rows)
@@ -152,6 +157,11 @@ class LearntCosts(Costs):
         if n_rows not in self._forwards:
             self._forwards[n_rows] = forward_curve(self._known[0], n_rows, is_flat=self.pads)
         return self._forwards[n_rows]
+
+    def doubted_s(self, n_rows: int) -> np.ndarray:
+        known = self.forward_s(n_rows)
+        elsewhere = forward_curve({(n_rows, 1): (known[1], 1.0)}, n_rows, is_flat=self.pads)
+        return np.minimum(known, DOUBTED * elsewhere)
 
     def _draft(self, n_rows: int) -> np.ndarray:
         plain_s = float(self._forward(n_rows)[1])

@@ -258,6 +258,19 @@ def test_an_estimate_follows_faster_steps_at_once_and_slower_ones_late(learnt, l
     assert seconds[-1] < 1.25 * 0.02
 
 
+def test_a_trial_doubts_a_table_that_a_busy_minute_has_spoiled(learnt, llama_target):
+    """Once chains of one token are known to be fast, longer ones are tried, too, whose forwards nothing else mends."""
+    table, budget = learnt(llama_target), ChainBudget(8, acceptance=0.4)
+    budget.begin_rows(1)
+    known_s = [0.01, 0.016, *[0.03] * 7]
+    table.known["forward of chains, greedy"] = {(1, 1 + i): (seconds, 20.0) for i, seconds in enumerate(known_s)}
+    table.known["drafter, greedy"] = {(1, n): (0.0005 * n, 20.0) for n in range(9)}
+    budget.costs = step_costs.LearntCosts(table, "forward of chains, greedy", "drafter, greedy", 1, False, True)
+    assert budget.choose(1) == 0
+    budget.must_draft = True
+    assert budget.choose(1) >= 2
+
+
 def test_what_was_learnt_is_kept_and_read_by_the_next_process(learnt, llama_target, tmp_path, caplog):
     table, drafter = learnt(llama_target), Autoregressive()
     costs = table.costs(llama_target, Sampling(), 3, drafter)
