@@ -3,9 +3,10 @@
     python scripts/first_answers.py --target smollm2 --prompts a.jsonl b.jsonl --out first.json
     python scripts/first_answers.py --busy 2 ...        # beside busy processes
 
-What steps cost is learnt in an empty folder. The same prompts are answered twice, and then again until the speed of
-SPOILED is that of before: what was learnt of all steps but plain ones is multiplied by SPOILED, as if another process
-had been busy in them. Speeds are tokens per second over those of plain decoding, which takes turns with them.
+A server is started where nothing is compiled, and once more. What steps cost is learnt in an empty folder. The same
+prompts are answered twice, and then again until the speed of SPOILED is that of before: what was learnt of all steps
+but plain ones is multiplied by SPOILED, as if another process had been busy in them. Speeds are tokens per second over
+those of plain decoding, which takes turns with them.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ def main() -> None:
     args = parser.parse_args()
     busy = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(args.busy)]
     try:
-        found = measured(args)
+        found = servers(args.target) | measured(args)
     finally:
         for process in busy:
             process.kill()
@@ -48,6 +49,21 @@ def main() -> None:
 
         command = " ".join(["python scripts/first_answers.py", *sys.argv[1:]])
         write_json(args.out, {"command": command, "date": date_now(), "machine": cpu_name(), **found})
+
+
+def servers(target: str) -> dict[str, float]:
+    """Seconds until a server says that it answers: the first start ever, and the next one."""
+    found, command = {}, [sys.executable, "-m", "spectrain.serve", f"target={target}", "port=8765"]
+    with tempfile.TemporaryDirectory() as kept:
+        for name in ("first_server_s", "next_server_s"):
+            began = time.perf_counter()
+            environment = {**os.environ, "NUMBA_CACHE_DIR": kept, "PYTHONUNBUFFERED": "1"}
+            server = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment)
+            ready = any("answers at" in line for line in server.stdout)
+            found[name] = round(time.perf_counter() - began, 1) if ready else float("nan")
+            server.terminate()
+            server.wait()
+    return found
 
 
 def measured(args: argparse.Namespace) -> dict[str, object]:

@@ -98,6 +98,7 @@ def end() -> None:
 
 
 def say() -> None:
+    """Tell the user why nothing happens for a while."""
     log.info("compiling for this processor, which takes half a minute, once; kept in %s", folder())
 
 

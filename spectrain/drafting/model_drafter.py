@@ -352,7 +352,7 @@ class ModelDrafter(ChainDrafter):
         return self.replayed(self.runtime.graphs, key, self._in_graph, context, n_steps, lengths, starts)
 
     def _in_graph(self, i: int, tokens: Tensor, positions: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
-        """What a graph records of `_next`; see `replayed`."""
+        """Do what `_next` does, for a graph of whole chains to record; see `replayed`."""
         return self.runtime.one(tokens[:, 0], positions, state)
 
     def _next(self, tokens: Tensor, positions: Tensor, i: int) -> DraftStep:

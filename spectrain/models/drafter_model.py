@@ -216,7 +216,7 @@ class DrafterModel(nn.Module):
 
 @dataclass(frozen=True)
 class FusingConfig:
-    """What configs of drafters have that read states of several of the target's layers together."""
+    """The config of a drafter that reads states of several layers of the target together."""
 
     shape: LlamaShape  # of its blocks; width and vocabulary are the target's
     target_layers: tuple[int, ...]  # blocks of the target whose inputs it reads, ascending
