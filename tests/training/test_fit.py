@@ -9,14 +9,17 @@ from types import SimpleNamespace
 import pytest
 import torch
 from hydra.utils import instantiate
+from torch import nn
 
 from spectrain.cli import composed
 from spectrain.config import options_of
+from spectrain.config.training import Optimizer as OptimizerSettings
 from spectrain.errors import UserError
 from spectrain.train import why_low
 from spectrain.training import fit as fitting
 from spectrain.training import strategies
 from spectrain.training.fit import build_trainer, check_batches, prepare_resume
+from spectrain.training.optim import build_optimizer, orthogonal
 from spectrain.training.strategies import CPUZeroStrategy, ZeroStrategy
 from tests.conftest import tiny_model
 from tests.training.trainers import config_of
@@ -77,6 +80,24 @@ def test_muon_under_deepspeed_is_refused_with_the_remedy():
     cfg = config_of("+exp=target", "trainer=deepspeed_zero2", "trainer.accelerator=cpu", "trainer.devices=1")
     with pytest.raises(UserError, match="needs whole matrices.*give optimizer.name=adamw"):
         build_trainer(cfg, 1, [], [])
+
+
+@pytest.mark.parametrize(("name", "rounding"), [("AMX", 0), ("AVX2", 2e-3)])
+def test_muon_steps_as_torchs_does_in_the_dtype_that_the_processor_multiplies(use_processor, name, rounding):
+    use_processor(name)
+    start, settings = {"wide": torch.ones(8, 24), "tall": torch.ones(24, 8)}, OptimizerSettings("muon", lr=0.1)
+    ours, theirs = ({name: nn.Parameter(one.clone()) for name, one in start.items()} for _ in range(2))
+    built = build_optimizer([*ours.items(), ("norm", nn.Parameter(torch.ones(8)))], settings)
+    expected = torch.optim.Muon(theirs.values(), lr=0.1, weight_decay=0.1, adjust_lr_fn="match_rms_adamw")
+    for optimizer in (built, expected):
+        torch.manual_seed(2)
+        for _ in range(3):
+            for one in optimizer.param_groups[0]["params"]:
+                one.grad = torch.randn(one.shape)
+            optimizer.step()
+    for name, one in ours.items():
+        assert (one - theirs[name]).abs().max() <= rounding < 0.1 < (one - start[name]).abs().max()
+        assert (orthogonal(one).dtype == torch.bfloat16) == (rounding == 0)
 
 
 @pytest.mark.parametrize(
