@@ -1,12 +1,14 @@
-"""An EAGLE-3 export in llama.cpp and OpenVINO: convert it and its target, and run both beside our own loop.
+"""An EAGLE-3 export in llama.cpp, OpenVINO and SGLang: run it and its target there beside our own loop.
 
     python scripts/engines_eagle3.py --target smollm2 --drafter <export> --prompts gsm8k.jsonl humaneval.jsonl \\
-        --llama-cpp xllama/bin/python llama.cpp/convert_hf_to_gguf.py --openvino ov/bin/python --out engines_eagle3.json
+        --llama-cpp xllama/bin/python llama.cpp/convert_hf_to_gguf.py --openvino ov/bin/python \\
+        --sglang sglang/bin/python --out engines_eagle3.json
 
-Without --llama-cpp or --openvino that engine is left out. What --work holds is neither converted nor measured again.
-Each engine writes the same greedy texts without the drafter and with a fixed chain of --draft tokens, in float32.
-docs/measuring.md says what the columns mean and how the environments are made; that of OpenVINO also needs
-optimum-intel, and this Python sentencepiece, which the converter of llama.cpp imports.
+An engine that is not given is left out. llama.cpp and OpenVINO read converted models, SGLang the export as it is. What
+--work holds is neither converted nor measured again. Each engine writes the same greedy texts without the drafter and
+with a fixed chain of --draft tokens, in float32. docs/measuring.md says what the columns mean and how the environments
+are made; that of OpenVINO also needs optimum-intel, and this Python sentencepiece, which the converter of llama.cpp
+imports.
 """
 
 from __future__ import annotations
@@ -33,6 +35,7 @@ def main() -> None:
     parser.add_argument("--drafter", required=True, help="an export of spectrain.train +exp=eagle3")
     parser.add_argument("--llama-cpp", nargs=2, metavar=("PYTHON", "SCRIPT"), help="with xllamacpp; the converter")
     parser.add_argument("--openvino", metavar="PYTHON", help="with openvino-genai and optimum-intel")
+    parser.add_argument("--sglang", metavar="PYTHON", help="with sglang, which runs with the kernels of sglang_cpu/")
     parser.add_argument("--prompts", nargs="+", help="files, as bench reads them", default=[None])
     parser.add_argument("--limit", type=int, default=2, help="prompts of each file")
     parser.add_argument("--new", type=int, default=64, help="tokens of a text, at most")
@@ -53,7 +56,7 @@ def main() -> None:
     show([(f"{len(prompts)} prompts", frame)], 160)
     if args.out:
         command = " ".join(["python scripts/engines_eagle3.py", *sys.argv[1:]])
-        facts = {"title": "An EAGLE-3 export in llama.cpp and OpenVINO", "date": date_now(), "machine": cpu_name()}
+        facts = {"title": "An EAGLE-3 export in other engines", "date": date_now(), "machine": cpu_name()}
         facts |= {"model": Path(folder).name, "dtype": "float32", "batch": "1 and 4", "threads": args.threads}
         result = {**facts, "command": command, "note": "", "columns": list(frame), "rows": frame.to_numpy().tolist()}
         write_json(args.out, result)
@@ -62,6 +65,8 @@ def main() -> None:
 def engines(args: argparse.Namespace, target: str) -> Iterator[tuple[str, str, str, str]]:
     """Each engine that is given, its Python, and the target and the drafter as it reads them."""
     yield OURS, sys.executable, target, args.drafter
+    if args.sglang:
+        yield "SGLang", args.sglang, target, args.drafter
     if args.llama_cpp:
         python, script = args.llama_cpp
         convert, ends = (sys.executable, script), ("--outtype", "f32", "--outfile")

@@ -180,7 +180,40 @@ def llamacpp(one: Setting) -> Write:
     return write
 
 
-ENGINES = {OURS: ours, "vLLM": vllm, "OpenVINO": openvino, "llama.cpp": llamacpp}
+def sglang(one: Setting) -> Write:
+    """The engine of SGLang's wheel, with the kernels of sglang_cpu/ in place of its own. It starts other processes."""
+    from sglang import Engine
+
+    chain = {"speculative_num_steps": one.n_draft, "speculative_num_draft_tokens": one.n_draft + 1}
+    chain |= {"speculative_eagle_topk": 1, "speculative_draft_model_path": one.folder}
+    methods = {"eagle3": {"speculative_algorithm": "EAGLE3", **chain}}
+    methods["vanilla"] = {"speculative_algorithm": "STANDALONE", **chain}
+    # Without AMX it replaces an attention_backend by one that cannot draft, but not the two that are named here.
+    attention = {"prefill_attention_backend": "intel_amx", "decode_attention_backend": "intel_amx"}
+    alike = {"device": "cpu", "dtype": "float32", "disable_radix_cache": True, "skip_tokenizer_init": True}
+    sizes = {
+        "context_length": CONTEXT,
+        "max_running_requests": max(BATCHES),
+        "max_total_tokens": 2 * max(BATCHES) * CONTEXT,
+    }
+    by_step = {"stream_interval": 1, "incremental_streaming_output": True, "log_level": "warning"}
+    engine = Engine(model_path=one.model, **methods.get(one.kind, {}), **attention, **alike, **sizes, **by_step)
+    params = {"temperature": 0, "max_new_tokens": one.n_new, "stop_token_ids": one.eos_ids}
+
+    def write(prompts: list[list[int]]) -> list[Text]:
+        calls, said = [[] for _ in prompts], [{} for _ in prompts]
+        for answer in engine.generate(input_ids=prompts, sampling_params=params, stream=True):
+            place = answer.get("index", 0)
+            calls[place].append(answer["output_ids"])
+            said[place] = answer["meta_info"]
+        for of_one, facts in zip(calls, said, strict=True):
+            assert len(of_one) - 1 == facts.get("spec_verify_ct", len(of_one) - 1), "two steps in one answer"
+        return list(map(joined, calls))
+
+    return write
+
+
+ENGINES = {OURS: ours, "vLLM": vllm, "OpenVINO": openvino, "llama.cpp": llamacpp, "SGLang": sglang}
 
 
 def joined(calls: Sequence[Sequence[int]]) -> Text:
@@ -230,7 +263,10 @@ def measure(python: str, one: Setting, prompts: Sequence[list[int]]) -> dict:
     """Ask a process of this setting for all prompts, in batches of each size."""
     alone = {"OMP_NUM_THREADS": str(one.threads), "NUMBA_NUM_THREADS": "1"}
     vllm = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_NO_USAGE_STATS": "1", "HF_HUB_OFFLINE": "1"}
-    worker = Worker([python, __file__, json.dumps(asdict(one))], env=os.environ | alone | vllm)
+    kernels = str(Path(__file__).with_name("sglang_cpu"))
+    own = {"SGLANG_USE_CPU_ENGINE": "1", "PYTHONPATH": kernels, "TORCHDYNAMO_DISABLE": "1"}
+    own = own if one.engine == "SGLang" else {}
+    worker = Worker([python, __file__, json.dumps(asdict(one))], env=os.environ | alone | vllm | own)
     try:
         for ids in prompts[:WARM_UP]:
             worker.ask([ids])

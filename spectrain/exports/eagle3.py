@@ -16,7 +16,7 @@ from torch import Tensor
 
 from spectrain.exports.cards import json_argument
 from spectrain.models.artifacts import WEIGHTS, fastest_gamma
-from spectrain.models.eagle3 import BLOCK, FLAGS, LAYERS, OF_BLOCK
+from spectrain.models.eagle3 import BLOCK, FLAGS, LAYERS, OF_BLOCK, sglang_window
 from spectrain.stores.files import load_json, write_json
 from spectrain.target.target import TargetModel
 
@@ -40,7 +40,8 @@ def write_for_engine(
         write_speculators(folder / FOLDER, facts, tensors, target_name, target)
     n_tokens, quoted = fastest_gamma(folder) or facts["k"], shlex.quote(target_name)
     drafting = json_argument(method="eagle3", model=name, num_speculative_tokens=n_tokens)
-    window = f" --speculative-draft-window-size {facts['window_tokens']}" if facts["window_tokens"] else ""
+    window = facts["window_tokens"]
+    window = f" --speculative-draft-window-size {sglang_window(window)}" if window else ""
     said = [
         "In vLLM and SGLang, which load this folder as it is:\n",
         f"```bash\nvllm serve {quoted} --speculative-config {drafting}\n"
@@ -62,10 +63,11 @@ def write_for_engine(
 
 def differences(facts: Mapping, names: Collection[str]) -> list[str]:
     """Return in which engine a drafter with tensors of these names drafts otherwise than here, as sentences."""
-    has_head = "lm_head.weight" in names
+    has_head, has_embedding = "lm_head.weight" in names, "embed_tokens.weight" in names
     others = sorted(name for name in names if name.endswith("bias") or "q_norm" in name or "k_norm" in name)
     known = {
         "SGLang ignores norm_before_residual, so it accepts few of its drafts": facts.get("norm_before_residual"),
+        "SGLang reads the target's embedding in place of its own, so it accepts few of its drafts": has_embedding,
         "vLLM has no window for it, so it sees the whole text there, not the last {window_tokens} tokens as in "
         "training": facts["window_tokens"],
         "llama.cpp and OpenVINO ignore norm_output, so they accept few of its drafts": facts.get("norm_output"),
@@ -92,7 +94,7 @@ def write_speculators(
         "speculators_model_type": "eagle3",
         "speculators_version": VERSION,
         "draft_vocab_size": facts["vocab_size"],
-        **{key: facts[key] for key in ALIKE if key in facts},
+        **{key: facts[key] for key in ALIKE if facts.get(key) is not None},
         **{flag: facts.get(flag, False) for flag in FLAGS},
         "embed_requires_grad": "embed_tokens.weight" in tensors,
         "transformer_layer_config": {key: facts[key] for key in OF_BLOCK if key in facts} | windowed,

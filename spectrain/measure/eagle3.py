@@ -33,6 +33,7 @@ from spectrain.models.eagle3 import (
     Eagle3Drafter,
     default_layers,
     load,
+    sglang_window,
     unrolled,
 )
 from spectrain.stores.files import load_json
@@ -321,16 +322,21 @@ def _engine(engine: str, files: Mapping, found: Readings, best: Reading) -> dict
         why.append(f"it would give fc the inputs of blocks {', '.join(map(str, layers))}")
     if "offsets" not in found.vocabularies:
         why.append("it adds the rows' numbers to d2t, which leads out of the vocabulary; write offsets")
+    if not is_vllm and "draft_vocab_size" not in files and not files.get("tie_word_embeddings"):
+        n_rows = "null" if config.unembedding == "target" else config.draft_vocab or config.shape.vocab_size
+        why.append(f"it asks for draft_vocab_size, which is not there; write draft_vocab_size: {n_rows}")
     if why:
         write = [one for one in why if "; write " in one]
         return {"engine": engine, "tau": None, "said": f"{engine} does not load it: {', '.join(why)}.", "write": write}
     reading = Reading(replace(config, target_layers=layers, window_tokens=config.shape.max_positions, **flags))
     tau, notes = found.measured(reading).tau(), ""
     if config.is_windowed:
-        option = "" if is_vllm else f" without --speculative-draft-window-size {config.window_tokens}"
+        option = "" if is_vllm else f" without --speculative-draft-window-size {sglang_window(config.window_tokens)}"
         notes += f"; it attends to the whole text{option}"
     if files.get("tie_word_embeddings") and not is_vllm:
         notes += "; it takes the embedding for lm_head"
+    if config.own_embedding and not is_vllm:
+        notes += "; it reads the target's embedding in place of the drafter's, which this tau does not show"
     write, said = [], f"reads it as it was trained, tau {tau.value:.2f}"
     if found.is_better(best, reading):
         write = [_to_write(engine, name, best) for name in best.unlike(reading) if name != "window"]

@@ -261,12 +261,18 @@ def default_layers(n_layer: int) -> tuple[int, ...]:
     return tuple(sorted({2, n_layer // 2, n_layer - 3}))
 
 
+def sglang_window(window_tokens: int) -> int:
+    """Return the window as SGLang counts it for EAGLE-3 drafters: the tokens before a query that it sees."""
+    return max(1, window_tokens - 1)  # it refuses 0
+
+
 def save(folder: Path, drafter: Eagle3Drafter, dtype: torch.dtype = torch.float32) -> None:
     """Write a drafter into an existing folder, as vLLM and SGLang load it; see `published.write`."""
     config = drafter.config
     layers = list(config.target_layers)
     own = {
         "target_hidden_size": config.shape.hidden_size,
+        "draft_vocab_size": None,  # where it has no lm_head; SGLang does not load a folder without this key
         **{flag: True for flag in FLAGS if getattr(config, flag)},
         **({} if len(layers) == 3 else {"num_aux_hidden_states": len(layers)}),
         # The inputs of these blocks, as vLLM counts, and the same states as outputs of blocks, as SGLang does.

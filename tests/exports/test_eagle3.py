@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import json
 
+import pytest
 import torch
 
-from spectrain.exports.eagle3 import differences
+from spectrain.exports.eagle3 import differences, write_for_engine
 from spectrain.models.eagle3 import load
 from spectrain.target import load_target
-from tests.models.test_eagle3 import drafter_for, drafts, published, safeai
+from tests.models.test_eagle3 import drafter_for, drafts, export, published, safeai
 
 ALIKE = ("config.json", "model.safetensors", "kept.npy", "spectrain.json")
 
@@ -70,5 +71,20 @@ def test_each_engine_that_does_not_load_a_drafter_is_named():
         assert said in differences({**safe, key: True}, {"lm_head.weight"})
     (said,) = differences({**safe, "eagle_aux_hidden_state_layer_ids": [2, 5]}, {"lm_head.weight"})
     assert said == "llama.cpp and OpenVINO load drafters of three states only"
+    (said,) = differences(safe, {"lm_head.weight", "embed_tokens.weight"})
+    assert said == "SGLang reads the target's embedding in place of its own, so it accepts few of its drafts"
     (said,) = differences(safe, ())
     assert said == "llama.cpp and OpenVINO do not convert a drafter that reads the target's whole unembedding"
+
+
+@pytest.mark.parametrize("unembedding", ["trained", "target"])
+def test_sglang_finds_the_vocabulary_and_the_window(shared, tmp_path, unembedding):
+    target = load_target(shared / "target", device="cpu")
+    drafter = drafter_for(target, target_layers=(1, 2, 3), window_tokens=16, unembedding=unembedding)
+    folder = export(tmp_path / "ours", target, drafter)
+    said = write_for_engine(folder, "ours", "tiny", target, speculators=True)
+    config = json.loads((folder / "config.json").read_text())
+    assert config["draft_vocab_size"] == (target.vocab_size if unembedding == "trained" else None)
+    assert "--speculative-draft-window-size 15\n" in said  # it counts the tokens before a query
+    config = json.loads((folder / "speculators/config.json").read_text())
+    assert config["draft_vocab_size"] == target.vocab_size

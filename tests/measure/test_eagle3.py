@@ -220,6 +220,11 @@ def test_what_engines_read_otherwise_or_not_at_all_is_said(folder, target, answe
         f"{VLLM} reads the inputs of blocks 1, 3, 4, but it was trained with the inputs of blocks 2, 4, 5"
     )
     assert f"; write {LAYERS}: [2, 4, 5]: tau 2." in wrong
+    edit(folder, draft_vocab_size=None)
+    _, sglang = check(str(folder), target, answers, K)[1]["engines"]
+    (write,) = sglang["write"]
+    assert write.endswith(f"; write draft_vocab_size: {WRITTEN.stop - WRITTEN.start}")
+    edit(folder, draft_vocab_size=WRITTEN.stop - WRITTEN.start)
     edit(folder, {"d2t": torch.arange(N_TOKENS)[WRITTEN] + 30}, architectures=["LlamaEagle3DraftModel"])
     vllm, sglang = check(str(folder), target, answers, K)[1]["engines"]
     for one in (vllm, sglang):
