@@ -6,10 +6,11 @@
 blocks, EAGLE-3 one with an MLP twice as wide, DFlash two, the vanilla drafter nine of half the width; all but the last
 draft the 8,192 most frequent tokens, and each token is learned at one depth per epoch. Trees of SPIRe and EAGLE-3 with
 what SSSD finds stand beside them. `long` is a file of long texts: pieces of its articles of several lengths, with a
-question, give the table by the length of the context. `kinds=` names the folders of those that are trained, else all
-are. `corpus` is the file of the store's texts, which the vanilla drafter reads. Further arguments are options of each
-training. They lie in runs/drafters/; those that are finished are not repeated. The results are drafters.json and
-drafters_contexts.json of docs/results, which docs/results/tables.py turns into tables of docs/benchmarks.md.
+question, give the table by the length of the context, where each step drafts four tokens. `kinds=` names the folders
+of those that are trained, else all are. `corpus` is the file of the store's texts, which the vanilla drafter reads.
+Further arguments are options of each training. They lie in runs/drafters/; those that are finished are not repeated.
+The results are drafters.json and drafters_contexts.json of docs/results, which docs/results/tables.py turns into
+tables of docs/benchmarks.md.
 """
 
 from __future__ import annotations
@@ -44,7 +45,8 @@ SAMPLINGS = {"greedy": "greedy", "T = 0.8": "t08"}
 OWN = ("target", "activations", "prompts", "long", "steps", "beside", "kinds", "corpus")
 BENCH = "limit=8", "max_new_tokens=64"
 LENGTHS = (256, 1024, 4096, 7900)  # tokens of long contexts
-EACH = 2  # long contexts of each length
+EACH = 3  # long contexts of each length
+BENCH_LONG = "max_nodes=5", "max_new_tokens=96"
 
 
 def main() -> None:
@@ -69,10 +71,11 @@ def main() -> None:
     if long := given.get("long"):
         by_length, columns = {name: [] for name in folders}, ["tokens of the context", *map(str, LENGTHS)]
         for length in LENGTHS:
-            found = bench(target, folders, str(pieces(target, long, length)), "max_new_tokens=64", trees={})
+            found = bench(target, folders, str(pieces(target, long, length)), *BENCH_LONG, trees={})
             for name, methods in found["methods"].items():
                 by_length[name].append(cell(methods))
-        save("drafters_contexts", given, found, f"{EACH} contexts of each length, 64 new tokens.", columns, by_length)
+        note = f"{EACH} contexts of each length; options of bench: {' '.join(BENCH_LONG)}."
+        save("drafters_contexts", given, found, note, columns, by_length)
 
 
 def save(name: str, given: dict, found: dict, note: str, columns: list[str], rows: dict[str, list[str]]) -> None:

@@ -2,7 +2,7 @@
 
 SGLang has no kernels for CPUs on PyPI. With this file's folder in PYTHONPATH and SGLANG_USE_CPU_ENGINE=1, the engine
 of its wheel runs in float32: its scheduler, loader, model files and workers, with the functions below in place of its
-compiled ones. It is slow and meant for checks. scripts/engines_sglang.py uses it.
+compiled ones. It is slow and meant for checks. scripts/engines_eagle3.py uses it.
 
 Functions write their results into the tensors that they are given, as the compiled ones do.
 
