@@ -33,6 +33,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--target", default="smollm2")
     parser.add_argument("--drafter", required=True, help="an export of spectrain.train +exp=eagle3")
+    parser.add_argument("--vanilla", help="a vanilla drafter, which SGLang alone runs beside ours")
     parser.add_argument("--llama-cpp", nargs=2, metavar=("PYTHON", "SCRIPT"), help="with xllamacpp; the converter")
     parser.add_argument("--openvino", metavar="PYTHON", help="with openvino-genai and optimum-intel")
     parser.add_argument("--sglang", metavar="PYTHON", help="with sglang, which runs with the kernels of sglang_cpu/")
@@ -48,9 +49,14 @@ def main() -> None:
     folder, prompts, eos_ids = asked(args.target, args.prompts, args.limit)
     alike = {"n_draft": args.draft, "n_new": args.new, "eos_ids": eos_ids, "threads": args.threads}
     settings = [
-        (python, Setting(drafter, engine, kind, model, export if kind == "eagle3" else None, **alike))
-        for engine, python, model, export in engines(args, str(folder))
-        for drafter, kind in (("none", "none"), ("EAGLE-3", "eagle3"))
+        (python, Setting(drafter, engine, kind, model, export, **alike))
+        for engine, python, model, eagle3 in engines(args, str(folder))
+        for drafter, kind, export in (
+            ("none", "none", None),
+            ("EAGLE-3", "eagle3", eagle3),
+            ("vanilla", "vanilla", args.vanilla if engine in (OURS, "SGLang") else None),
+        )
+        if export or kind == "none"
     ]
     frame = table_of(table(measured(settings, prompts, args.work)))
     show([(f"{len(prompts)} prompts", frame)], 160)
