@@ -100,8 +100,8 @@ def test_one_graph_serves_all_blocks_of_a_target():
     assert len(graphs) == 2
 
 
-def test_a_refused_recompilation_is_an_error_that_names_the_remedy(monkeypatch):
-    monkeypatch.setattr(dynamo, "recompile_limit", 1)
+@dynamo.patch(recompile_limit=1)  # monkeypatch would remove the option at the end
+def test_a_refused_recompilation_is_an_error_that_names_the_remedy():
     double = compiled(lambda x: 2 * x, "eager")
     double(torch.ones(3))
     said = "torch.compile refused.*recompile limit exceeded.*give trainer.compile=none"
