@@ -41,12 +41,14 @@ KINDS = {  # name in the table -> its folder, and the options of its training
     "vanilla": ("vanilla", "+exp=vanilla", "n_layer=9"),
 }
 TREES = {"SPIRe with SSSD": ("spire_sssd", "SPIRe"), "EAGLE-3 with SSSD": ("eagle3_sssd", "EAGLE-3")}
+CHAINS = {"vanilla": "speculative", "eagle3": "eagle3", "dflash": "dflash"}  # a folder's name, and else spire
+UNEMBEDDING = "lm_head.weight", "model.embed_tokens.weight", "d2t", "t2d", "kept"  # a vanilla drafter's is tied
 SAMPLINGS = {"greedy": "greedy", "T = 0.8": "t08"}
 OWN = ("target", "activations", "prompts", "long", "steps", "beside", "kinds", "corpus")
 BENCH = "limit=8", "max_new_tokens=64"
 LENGTHS = (256, 1024, 4096, 7900)  # tokens of long contexts
-EACH = 3  # long contexts of each length
-BENCH_LONG = "max_nodes=5", "max_new_tokens=96"
+EACH = 2  # long contexts of each length
+GAMMA, NEW_TOKENS = 4, "max_new_tokens=96"  # of long contexts
 
 
 def main() -> None:
@@ -63,18 +65,23 @@ def main() -> None:
     rows |= {name: ["", ""] for name in TREES}
     for prompts in given["prompts"].split(","):
         for title, sampling in SAMPLINGS.items():
-            found = bench(target, folders, prompts, *BENCH, f"sampling={sampling}")
+            trees = {name: {"method": tree, "drafter": folders[of]} for name, (tree, of) in TREES.items()}
+            found = bench(target, folders, trees, prompts, *BENCH, f"sampling={sampling}")
             columns.append(f"{Path(prompts).stem}, {title}")
             for name, methods in found["methods"].items():
                 rows[name].append(cell(methods))
     save("drafters", given, found, f"Options of bench: {' '.join(BENCH)}.", columns, rows)
     if long := given.get("long"):
         by_length, columns = {name: [] for name in folders}, ["tokens of the context", *map(str, LENGTHS)]
+        chains = {
+            name: {"method": CHAINS.get(Path(path).name.split("_")[0], "spire"), "drafter": path, "gamma": GAMMA}
+            for name, path in folders.items()
+        }
         for length in LENGTHS:
-            found = bench(target, folders, str(pieces(target, long, length)), *BENCH_LONG, trees={})
+            found = bench(target, {}, chains, str(pieces(target, long, length)), NEW_TOKENS)
             for name, methods in found["methods"].items():
                 by_length[name].append(cell(methods))
-        note = f"{EACH} contexts of each length; options of bench: {' '.join(BENCH_LONG)}."
+        note = f"{EACH} contexts of each length, {GAMMA} drafted tokens in each step; options of bench: {NEW_TOKENS}."
         save("drafters_contexts", given, found, note, columns, by_length)
 
 
@@ -105,18 +112,29 @@ def train(target: str, given: dict[str, str | None], steps: str, name: str, *opt
     return out
 
 
-def bench(target: str, folders: dict, prompts: str, *options: str, trees: dict = TREES) -> dict:
-    """Return the results of all drafters by their names in the table, and of trees with lookups."""
+def bench(target: str, folders: dict, variants: dict[str, dict], prompts: str, *options: str) -> dict:
+    """Return the results of drafters and of variants of methods, by their names in the table."""
     out = WORK / "-".join(
         ["bench", Path(prompts).stem, *(one.rpartition("=")[2] for one in options if "sampling" in one)]
     )
-    names = {str(path): name for name, path in folders.items()} | {method: name for name, (method, _) in trees.items()}
+    names = {str(path): name for name, path in folders.items()}
+    names |= {f"{own['method']}_{i}": name for i, (name, own) in enumerate(variants.items())}
     if not (out / "results.json").is_file():
-        trees = (f"+variants.{method}_of={{method:{method},drafter:{folders[of]}}}" for method, of in trees.values())
-        methods = f"methods=[{','.join(name + '_of' * (name not in map(str, folders.values())) for name in names)}]"
-        run("bench", f"target={target}", methods, *trees, f"prompts={prompts}", *options, f"out={out}")
+        given = [
+            f"+variants.{own['method']}_{i}={{{','.join(f'{key}:{value}' for key, value in own.items())}}}"
+            for i, own in enumerate(variants.values())
+        ]
+        run(
+            "bench",
+            f"target={target}",
+            f"methods=[{','.join(names)}]",
+            *given,
+            f"prompts={prompts}",
+            *options,
+            f"out={out}",
+        )
     found = load_json(out / "results.json")
-    methods = {names[key.removesuffix("_of")]: one for key, one in found["methods"].items() if key != "autoregressive"}
+    methods = {names[key]: one for key, one in found["methods"].items() if key in names}
     return found | {"methods": methods}
 
 
@@ -142,7 +160,7 @@ def facts(folder: Path) -> list[str]:
     """Return the trained parameters without the unembedding, and the tau that held-out rows let expect."""
     trained = load_json(Path(folder) / "spectrain.json")["trained"]
     with safe_open(Path(folder) / "model.safetensors", "pt") as tensors:
-        names = [name for name in tensors.keys() if name not in ("lm_head.weight", "d2t", "t2d", "kept")]  # noqa: SIM118
+        names = [name for name in tensors.keys() if name not in UNEMBEDDING]  # noqa: SIM118
         n_parameters = sum(tensors.get_tensor(name).numel() for name in names)
     return [f"{n_parameters / 1e6:.2f} M", f"{trained['metrics']['eval/tau_expected']:.2f}"]
 
