@@ -186,8 +186,8 @@ def sglang(one: Setting) -> Write:
 
     chain = {"speculative_num_steps": one.n_draft, "speculative_num_draft_tokens": one.n_draft + 1}
     chain |= {"speculative_eagle_topk": 1, "speculative_draft_model_path": one.folder}
-    methods = {"eagle3": {"speculative_algorithm": "EAGLE3", **chain}}
-    methods["vanilla"] = {"speculative_algorithm": "STANDALONE", **chain}
+    algorithms = {"eagle3": "EAGLE3", "vanilla": "STANDALONE"}
+    drafting = {"speculative_algorithm": algorithms[one.kind], **chain} if one.kind in algorithms else {}
     # Without AMX it replaces an attention_backend by one that cannot draft, but not the two that are named here.
     attention = {"prefill_attention_backend": "intel_amx", "decode_attention_backend": "intel_amx"}
     alike = {"device": "cpu", "dtype": "float32", "disable_radix_cache": True, "skip_tokenizer_init": True}
@@ -197,7 +197,7 @@ def sglang(one: Setting) -> Write:
         "max_total_tokens": 2 * max(BATCHES) * CONTEXT,
     }
     by_step = {"stream_interval": 1, "incremental_streaming_output": True, "log_level": "warning"}
-    engine = Engine(model_path=one.model, **methods.get(one.kind, {}), **attention, **alike, **sizes, **by_step)
+    engine = Engine(model_path=one.model, **drafting, **attention, **alike, **sizes, **by_step)
     params = {"temperature": 0, "max_new_tokens": one.n_new, "stop_token_ids": one.eos_ids}
 
     def write(prompts: list[list[int]]) -> list[Text]:
@@ -263,10 +263,11 @@ def measure(python: str, one: Setting, prompts: Sequence[list[int]]) -> dict:
     """Ask a process of this setting for all prompts, in batches of each size."""
     alone = {"OMP_NUM_THREADS": str(one.threads), "NUMBA_NUM_THREADS": "1"}
     vllm = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_NO_USAGE_STATS": "1", "HF_HUB_OFFLINE": "1"}
-    kernels = str(Path(__file__).with_name("sglang_cpu"))
-    own = {"SGLANG_USE_CPU_ENGINE": "1", "PYTHONPATH": kernels, "TORCHDYNAMO_DISABLE": "1"}
-    own = own if one.engine == "SGLang" else {}
-    worker = Worker([python, __file__, json.dumps(asdict(one))], env=os.environ | alone | vllm | own)
+    environment = os.environ | alone | vllm
+    if one.engine == "SGLang":
+        kernels = str(Path(__file__).with_name("sglang_cpu"))
+        environment |= {"SGLANG_USE_CPU_ENGINE": "1", "PYTHONPATH": kernels, "TORCHDYNAMO_DISABLE": "1"}
+    worker = Worker([python, __file__, json.dumps(asdict(one))], env=environment)
     try:
         for ids in prompts[:WARM_UP]:
             worker.ask([ids])
